@@ -31,9 +31,9 @@ def test_equals_the_float64_product(backend: str, dtype: torch.dtype, out_featur
         y = layer(x)
         assert y.dtype == dtype
         exact = x.double() @ weight.double().T + (0 if b is None else b.double())
-            summands = x.double().abs() @ weight.double().abs().T + 1
-            rounding = torch.finfo(dtype).eps * exact.abs()
-            assert ((y.double() - exact).abs() <= rounding + 4e-7 * summands).all()
+        summands = x.double().abs() @ weight.double().abs().T + 1
+        rounding = torch.finfo(dtype).eps * exact.abs()
+        assert ((y.double() - exact).abs() <= rounding + 4e-7 * summands).all()
 
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "torch"])
