@@ -1,0 +1,59 @@
+"""What every test may use, and what must be set before torch or Triton is first imported."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+# Without a GPU, Triton's kernels run in its interpreter, so that they are tested everywhere.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for a network
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+REQUIRE_ALL = os.environ.get("PAGEDKV_REQUIRE") == "all"
+ROOT = Path(__file__).resolve().parent.parent
+
+_missing: dict[str, str] = {}
+
+
+def missing(tool: str, install: str) -> None:
+    """Ends the test for want of a system package: a skip that says how to install it; under PAGEDKV_REQUIRE=all a failure."""
+    _missing[tool] = install
+    reason = f"{tool} is not installed: {install}"
+    if REQUIRE_ALL:
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture
+def system_tool() -> Callable[[str, str], str]:
+    """``system_tool("chromium", "apt-get install chromium")`` -> its path. Several names: "chromium|chrome"."""
+
+    def find(names: str, install: str) -> str:
+        for name in names.split("|"):
+            path = shutil.which(name)
+            if path is not None:
+                return path
+        missing(names, install)
+        raise AssertionError("unreachable")
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the checkout."""
+    return ROOT
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _missing and not REQUIRE_ALL:
+        terminalreporter.section("not tested here, for want of a system package")
+        for tool, install in sorted(_missing.items()):
+            terminalreporter.write_line(f"{tool}: {install}")
