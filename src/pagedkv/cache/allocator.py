@@ -1,0 +1,160 @@
+"""BlockAllocator: which blocks are free, and how many owners each of the others has.
+
+Owns:    the free list and one reference count per block. Knows no sequence, no token, no tensor.
+Rules:   refs[b] = number of block tables that hold b, plus 1 if the prefix cache holds it (I1).
+         A block is free exactly when refs[b] == 0; freed blocks are handed out again before untouched ones,
+         so memory that was never needed is never touched.
+         Every call either does all of what it says or raises and changes nothing (I8).
+Cost:    O(1) per block named in a call. Making an allocator of n blocks is one list of n zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from pagedkv.errors import BlockStateError, InvalidRequest, OutOfBlocks
+
+
+class BlockListener(Protocol):
+    """Hears when a cached block loses its last other owner, and when it gains one again."""
+
+    def idle(self, block: int) -> None:
+        """Only the cache holds ``block`` now."""
+
+    def busy(self, block: int) -> None:
+        """Somebody else holds ``block`` again."""
+
+    def __len__(self) -> int:
+        """Blocks that are idle now: each of them can be evicted."""
+
+
+class BlockAllocator:
+    """A free list and reference counts over blocks ``0 .. num_blocks - 1``.
+
+    refs:      list of counts, indexed by block
+    cached:    bytearray of flags, indexed by block: 1 where one of the references is the prefix cache's
+    listener:  set by PrefixCache; None while nothing is cached
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise InvalidRequest(f"num_blocks is {num_blocks}; at least 1 block is needed", field="num_blocks")
+        self.num_blocks = num_blocks
+        self.refs: list[int] = [0] * num_blocks
+        self.cached = bytearray(num_blocks)
+        self.listener: BlockListener | None = None
+        self._returned: list[int] = []  # freed blocks, the most recent last
+        self._untouched = 0  # blocks from here on were never handed out
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that ``allocate`` can hand out now."""
+        return len(self._returned) + self.num_blocks - self._untouched
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks that only the prefix cache holds."""
+        return 0 if self.listener is None else len(self.listener)
+
+    def allocate(self) -> int:
+        """One block with a count of 1. Raises OutOfBlocks (a MemoryError) when none is free."""
+        return self.allocate_many(1)[0]
+
+    def allocate_many(self, n: int) -> list[int]:
+        """``n`` blocks with a count of 1 each, or OutOfBlocks and none."""
+        if n < 0:
+            raise InvalidRequest(f"n is {n}; a number of blocks cannot be negative", field="n")
+        returned = self._returned
+        if n <= len(returned):
+            cut = len(returned) - n
+            blocks = returned[cut:]
+            blocks.reverse()  # most recently freed first: its memory is the likeliest to be warm
+            del returned[cut:]
+        else:
+            if n > self.num_free:
+                raise OutOfBlocks(n, self.num_free, self.num_evictable)
+            fresh = n - len(returned)
+            blocks = returned[::-1]
+            blocks.extend(range(self._untouched, self._untouched + fresh))
+            returned.clear()
+            self._untouched += fresh
+        refs = self.refs
+        for block in blocks:
+            refs[block] = 1
+        return blocks
+
+    def share(self, block: int) -> None:
+        """One more owner of a block that is not free."""
+        self.share_many((block,))
+
+    def share_many(self, blocks: Sequence[int]) -> None:
+        """One more owner for each block. A free block or an unknown id raises BlockStateError, nothing changed."""
+        refs = self.refs
+        for block in blocks:
+            if self._count(block) == 0:
+                raise BlockStateError(f"cannot share block {block}: it is free")
+        cached, listener = self.cached, self.listener
+        for block in blocks:
+            count = refs[block]
+            refs[block] = count + 1
+            if count == 1 and cached[block] and listener is not None:
+                listener.busy(block)
+
+    def release(self, block: int) -> None:
+        """One owner less; at zero the block is free. A free block raises BlockStateError (a RuntimeError)."""
+        self.release_many((block,))
+
+    def release_many(self, blocks: Sequence[int]) -> None:
+        """One owner less for each block, in the order given; an id named twice loses two.
+
+        Raises BlockStateError, with nothing changed, if any count would fall below zero, or if the reference
+        that would go is the cache's own (that one leaves by ``uncache``).
+        """
+        refs, cached = self.refs, self.cached
+        settled: list[int] = []  # no owner left, or only the cache
+        for index, block in enumerate(blocks):
+            count = refs[block] if 0 <= block < self.num_blocks else self._count(block)
+            if count <= cached[block]:
+                for earlier in blocks[:index]:
+                    refs[earlier] += 1
+                owner = "only the prefix cache holds it" if cached[block] else "it is free"
+                raise BlockStateError(f"cannot release block {block}: {owner}")
+            refs[block] = count - 1
+            if count - 1 == cached[block]:
+                settled.append(block)
+        returned, listener = self._returned, self.listener
+        for block in settled:
+            if not cached[block]:
+                returned.append(block)
+            elif listener is not None:
+                listener.idle(block)
+
+    def cache(self, block: int) -> None:
+        """The prefix cache becomes one more owner of a block in use."""
+        if self._count(block) == 0 or self.cached[block]:
+            state = "cached already" if self.cached[block] else "free"
+            raise BlockStateError(f"cannot cache block {block}: it is {state}")
+        self.cached[block] = 1
+        self.refs[block] += 1
+
+    def uncache(self, block: int) -> bool:
+        """The prefix cache gives up its reference. True if that freed the block. The listener is not told."""
+        self._count(block)
+        if not self.cached[block]:
+            raise BlockStateError(f"cannot uncache block {block}: it is not cached")
+        self.cached[block] = 0
+        self.refs[block] -= 1
+        if self.refs[block]:
+            return False
+        self._returned.append(block)
+        return True
+
+    def free_blocks(self) -> list[int]:
+        """The ids of all free blocks, for checks; O(num_blocks)."""
+        return [*self._returned, *range(self._untouched, self.num_blocks)]
+
+    def _count(self, block: int) -> int:
+        if not 0 <= block < self.num_blocks:
+            raise BlockStateError(f"block {block} does not exist; the pool has blocks 0 to {self.num_blocks - 1}")
+        return self.refs[block]

@@ -1,0 +1,177 @@
+"""BlockIndex: the content of every cached block, and the block of every key.
+
+Owns:   key -> block; for each cached block its key, its tokens, its parent and its children.
+Rules:  a cached block is full and its parent is cached, so the blocks of a scope form a tree under a root (I6).
+        A hit compares tokens, media and parent as well as the key: whatever the hash function does, a block is found
+        only by the text whose KV it holds.
+Cost:   O(1) per block. Per cached block one key (32 bytes), its encoded tokens (4 bytes each) and a few list slots:
+        no object of its own, no tuple of its prefix.
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+from pagedkv.cache.children import ChildIndex
+from pagedkv.cache.keys import KeyChain, KeyScope, MediaSpan, block_key
+from pagedkv.errors import BlockStateError
+
+
+def num_common_tokens(a: bytes, b: bytes) -> int:
+    """Leading tokens that two encoded texts share."""
+    size = min(len(a), len(b))
+    different = int.from_bytes(a[:size], "little") ^ int.from_bytes(b[:size], "little")
+    return size // 4 if different == 0 else ((different & -different).bit_length() - 1) // 32
+
+
+class BlockIndex:
+    """What is cached, by key and by block.
+
+    blocks:   dict, key -> block
+    keys, tokens, parents: lists indexed by block; None, b"" and 0 where nothing is cached. A parent is a block, or
+              the negative number of a root
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.blocks: dict[bytes, int] = {}
+        self.keys: list[bytes | None] = [None] * num_blocks
+        self.tokens: list[bytes] = [b""] * num_blocks
+        self.parents: list[int] = [0] * num_blocks
+        self.children = ChildIndex(num_blocks, self.tokens)
+        self._media: dict[int, tuple[MediaSpan, ...]] = {}
+        self._roots: dict[KeyScope, int] = {}
+        self._scopes: dict[int, KeyScope] = {}
+        self._next_root = -1
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def find(self, chain: KeyChain, most: int) -> list[int]:
+        """The cached blocks of the first full blocks of a chain, at most ``most`` of them."""
+        hits: list[int] = []
+        node = self._roots.get(chain.scope)
+        if node is None:
+            return hits
+        get, parents, tokens = self.blocks.get, self.parents, self.tokens
+        for key, chunk in zip(chain.keys[:most], chain.chunks, strict=False):
+            block = get(key)
+            if block is None or parents[block] != node or tokens[block] != chunk:
+                break
+            hits.append(block)
+            node = block
+        if chain.media or self._media:
+            for index, block in enumerate(hits):
+                if self._media.get(block) != chain.media.get(index):
+                    return hits[:index]
+        return hits
+
+    def holds(self, block: int, node: int | None, chain: KeyChain, index: int) -> bool:
+        """Whether ``block`` is what block ``index`` of the chain looks like after ``node``."""
+        same = self.parents[block] == node and self.tokens[block] == chain.chunks[index]
+        return same and self._media.get(block) == chain.media.get(index)
+
+    def nearest(self, node: int | None, chain: KeyChain, index: int, most: int) -> tuple[int | None, int]:
+        """The child of ``node`` that shares most leading tokens with block ``index`` of the chain, and how many.
+
+        At most ``most`` tokens are counted; a difference in media ends the common part before its placeholder.
+        """
+        if node is None or most <= 0:
+            return None, 0
+        is_full = index < len(chain.keys)
+        probe = chain.chunks[index] if is_full else chain.tail
+        candidates = self.children.around(node, probe)
+        exact = self.blocks.get(chain.keys[index]) if is_full else None
+        if exact is not None and self.holds(exact, node, chain, index):
+            candidates = [exact]
+        best, shared = None, -1
+        for block in candidates:
+            common = min(num_common_tokens(self.tokens[block], probe), self._same_media(block, chain, index), most)
+            if common > shared:
+                best, shared = block, common
+        return best, max(shared, 0)
+
+    def root(self, scope: KeyScope) -> int | None:
+        """The node of a scope's root; None if nothing is cached under it."""
+        return self._roots.get(scope)
+
+    def scope_of(self, root: int) -> KeyScope:
+        """The scope whose root is this node."""
+        return self._scopes[root]
+
+    def roots(self) -> list[int]:
+        """Roots under which something is cached, the newest scope first."""
+        return list(reversed(self._scopes))
+
+    def add(self, block: int, node: int | None, chain: KeyChain, index: int) -> int:
+        """``block`` holds block ``index`` of the chain, after ``node`` (None: the chain's root, made if need be).
+
+        Its key must not be taken. Returns the parent's node.
+        """
+        key = chain.keys[index]
+        parent = self._open_root(chain.scope) if node is None else node
+        self.blocks[key] = block
+        self.keys[block] = key
+        self.tokens[block] = chain.chunks[index]
+        self.parents[block] = parent
+        if index in chain.media:
+            self._media[block] = chain.media[index]
+        self.children.add(parent, block)
+        return parent
+
+    def remove(self, block: int) -> bytes:
+        """``block``, which has no children any more, leaves. Returns its key."""
+        key, node = self.keys[block], self.parents[block]
+        if key is None or self.children.has_any(block):
+            state = "not cached" if key is None else "continued by other cached blocks"
+            raise BlockStateError(f"cannot remove block {block} from the index: it is {state}")
+        self.children.remove(node, block)
+        del self.blocks[key]
+        self.keys[block], self.tokens[block], self.parents[block] = None, b"", 0
+        if self._media:
+            self._media.pop(block, None)
+        if node < 0 and not self.children.has_any(node):
+            del self._roots[self._scopes.pop(node)]
+        return key
+
+    def clear(self) -> list[int]:
+        """Forgets everything. Returns the blocks that were cached."""
+        gone = list(self.blocks.values())
+        for block in gone:
+            self.keys[block], self.tokens[block], self.parents[block] = None, b"", 0
+        for mapping in (self.blocks, self._media, self._roots, self._scopes):
+            mapping.clear()
+        self.children.clear()
+        return gone
+
+    def check(self) -> None:
+        """Verifies that keys, tokens, parents and children agree; O(pool), for tests."""
+        if len(self.keys) - self.keys.count(None) != len(self.blocks):
+            raise BlockStateError(f"{len(self.blocks)} keys for {len(self.keys) - self.keys.count(None)} cached blocks")
+        for key, block in self.blocks.items():
+            node = self.parents[block]
+            parent_key = self.keys[node] if node >= 0 else self._scopes[node].root(self.block_size)
+            if parent_key is None:
+                raise BlockStateError(f"block {block} is cached and its parent {node} is not")
+            tokens, media = self.tokens[block], self._media.get(block, ())
+            if len(tokens) != 4 * self.block_size:
+                raise BlockStateError(f"block {block} is cached with {len(tokens) // 4} tokens; it is not full")
+            if self.keys[block] != key or block_key(parent_key, tokens, media) != key:
+                raise BlockStateError(f"the key of block {block} is not that of its parent, tokens and media")
+        nodes = [*self.blocks.values(), *self._scopes]
+        continued = {child: node for node in nodes for child in self.children.children(node)}
+        if continued != {block: self.parents[block] for block in self.blocks.values()}:
+            raise BlockStateError("children and parents disagree")
+
+    def _open_root(self, scope: KeyScope) -> int:
+        node, self._next_root = self._next_root, self._next_root - 1
+        self._roots[scope] = node
+        self._scopes[node] = scope
+        return node
+
+    def _same_media(self, block: int, chain: KeyChain, index: int) -> int:
+        """Tokens of ``block`` before the first placeholder whose media differ from the chain's."""
+        for ours, theirs in zip_longest(self._media.get(block, ()), chain.media.get(index, ())):
+            if ours != theirs:
+                return min(span.offset % self.block_size for span in (ours, theirs) if span is not None)
+        return self.block_size
