@@ -1,0 +1,81 @@
+"""The application: routes, the layers around them, and who is let through.
+
+A request passes, outermost first: CORS (a preflight carries no key) -> request id -> key -> body limit -> the
+count of active requests and the access log -> the route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+
+import pagedkv
+from pagedkv.async_llm import AsyncLLM
+from pagedkv.server import admin, chat, completions, errors, metrics
+from pagedkv.server.access import AccessLog
+from pagedkv.server.auth import ApiKeys, RequireKey
+from pagedkv.server.config import ServerConfig
+from pagedkv.server.errors import error_response
+from pagedkv.server.limits import BodyLimit, EchoRequestId
+from pagedkv.server.serving import Draining, ModelNotServed, Serving
+
+
+def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
+    """The ASGI application over an engine that is already running; the caller shuts the engine down.
+
+    Args:
+        llm: the engine; its name is served unless ``config.served_model_name`` says otherwise.
+        config: None for the defaults (no key, bound by whoever runs it).
+    """
+    config = config or ServerConfig()
+    keys = ApiKeys.load(config.api_key, config.api_keys_file)
+    serving = Serving(llm, config, config.served_model_name or (llm.model_name,))
+    layers = [
+        Middleware(EchoRequestId),
+        Middleware(RequireKey, keys=keys),
+        Middleware(BodyLimit, limit=config.max_body_bytes),
+        Middleware(AccessLog, serving=serving),
+    ]
+    if config.allowed_origins:
+        layers.insert(
+            0,
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(config.allowed_origins),
+                allow_credentials=config.allow_credentials,
+                allow_methods=["GET", "POST"],
+                allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            ),
+        )
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        serving.draining = True
+
+    app = FastAPI(
+        title="pagedkv",
+        version=pagedkv.__version__,
+        root_path=config.root_path,
+        middleware=layers,
+        lifespan=lifespan,
+    )
+    app.state.serving = serving
+    errors.install(app)
+
+    @app.exception_handler(ModelNotServed)
+    async def not_served(_: Request, error: ModelNotServed) -> JSONResponse:
+        return error_response(404, str(error), param="model", code="model_not_found")
+
+    @app.exception_handler(Draining)
+    async def draining(_: Request, __: Draining) -> JSONResponse:
+        return error_response(503, "the server is shutting down", headers={"Retry-After": "5"})
+
+    for part in (completions, chat, admin, metrics):
+        app.include_router(part.router)
+    return app

@@ -1,0 +1,242 @@
+"""What the routes share: the state of the server, and the way from a request's body to the engine and back.
+
+A completion with several prompts, or a chat, becomes one or more engine requests. Their outputs come back
+merged: :func:`stream` gives what is new as it comes, :func:`collect` waits for the end. When the client goes
+away, both end the engine's work within a step: the iterators are closed, and closing one aborts its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from pagedkv.async_llm import AsyncLLM
+from pagedkv.engine.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from pagedkv.engine.params import BeamSearchParams, SamplingParams
+from pagedkv.errors import InvalidRequest
+from pagedkv.server.config import ServerConfig
+from pagedkv.server.schema import GenerationBody, Usage
+
+Params = SamplingParams | BeamSearchParams
+T = TypeVar("T")
+
+_SAMPLING_FIELDS = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
+    *("prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output"),
+)  # the same name in the body and in SamplingParams
+
+
+@dataclass
+class Serving:
+    """One per app, at ``app.state.serving``. ``num_active``: requests being answered now."""
+
+    llm: AsyncLLM
+    config: ServerConfig
+    names: tuple[str, ...]
+    started: int = field(default_factory=lambda: int(time.time()))
+    num_active: int = 0
+    draining: bool = False
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. An unknown one is a 404, as OpenAI's clients expect."""
+        if name is None or name in self.names:
+            return name or self.names[0]
+        raise ModelNotServed(name, self.names)
+
+
+class ModelNotServed(InvalidRequest):
+    def __init__(self, name: str, names: Sequence[str]) -> None:
+        super().__init__(f"model: {name[:200]!r} is not served here; there is {', '.join(names)}", field="model")
+
+
+def sampling_params(body: GenerationBody, *, max_tokens: int | None, logprobs: int | None) -> Params:
+    """The body's fields as the engine's parameters; a field that is absent or null keeps the default.
+
+    Raises:
+        InvalidRequest: a value out of its range; ``field`` is the name in the body.
+    """
+    if body.use_beam_search:
+        if max_tokens is None:
+            raise InvalidRequest("max_tokens: beam search needs a number", field="max_tokens")
+        return BeamSearchParams(
+            beam_width=body.n or 1,
+            max_tokens=max_tokens,
+            length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+            temperature=body.temperature or 0.0,
+            ignore_eos=bool(body.ignore_eos),
+        )
+    values = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
+    if (truncate := body.truncate_prompt_tokens) is not None and truncate < 1:
+        raise InvalidRequest(f"truncate_prompt_tokens: {truncate} is below 1", field="truncate_prompt_tokens")
+    given = {name: value for name, value in values.items() if value is not None}
+    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def public_id(request: Request, body: GenerationBody, prefix: str) -> str:
+    """The id in the answer: the caller's own where one was given, behind OpenAI's prefix, else a new one."""
+    given = body.request_id or getattr(request.state, "request_id", None)
+    return f"{prefix}-{given[:128]}" if given else new_id(prefix)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new in one choice since the last one: ``start`` is where ``text`` begins in the whole text."""
+
+    index: int
+    text: str
+    start: int
+    token_ids: Sequence[int]
+    first_token: int
+    logprobs: Sequence[TokenLogprobs] | None
+    output: CompletionOutput
+    request: RequestOutput
+
+
+class Progress:
+    """How much of each choice went out already; turns cumulative outputs into deltas."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, tuple[int, int, bool]] = {}
+
+    def deltas(self, offset: int, request: RequestOutput) -> list[Delta]:
+        """``offset``: what to add to a choice's index (completions with several prompts number across them)."""
+        new = []
+        for output in request.outputs:
+            index = offset + output.index
+            chars, tokens, done = self._sent.get(index, (0, 0, False))
+            ended = output.finish_reason is not None
+            if done or (len(output.text) == chars and len(output.token_ids) == tokens and not ended):
+                continue
+            self._sent[index] = (len(output.text), len(output.token_ids), ended)
+            logprobs = None if output.logprobs is None else output.logprobs[tokens:]
+            text, ids = output.text[chars:], output.token_ids[tokens:]
+            new.append(Delta(index, text, chars, ids, tokens, logprobs, output, request))
+        return new
+
+
+class Totals:
+    """Tokens of all the engine requests behind one HTTP request; the latest output of each counts."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, RequestOutput] = {}
+
+    def see(self, which: int, output: RequestOutput) -> None:
+        self._latest[which] = output
+
+    def usage(self) -> Usage:
+        outputs = list(self._latest.values())
+        return Usage.of(
+            sum(len(o.prompt_token_ids) for o in outputs),
+            sum(len(c.token_ids) for o in outputs for c in o.outputs),
+            sum(o.num_cached_tokens for o in outputs),
+        )
+
+
+async def merge(sources: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
+    """(which source, item), in the order in which they come. Closing it closes every source."""
+    if len(sources) == 1:
+        async for item in sources[0]:
+            yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, T | None, BaseException | None]] = asyncio.Queue(maxsize=len(sources))
+
+    async def pump(which: int, source: AsyncIterator[T]) -> None:
+        try:
+            async for item in source:
+                await queue.put((which, item, None))
+            await queue.put((which, None, None))
+        except Exception as error:
+            await queue.put((which, None, error))
+
+    tasks = [asyncio.create_task(pump(which, source)) for which, source in enumerate(sources)]
+    try:
+        open_sources = len(tasks)
+        while open_sources:
+            which, item, error = await queue.get()
+            if error is not None:
+                raise error
+            if item is None:
+                open_sources -= 1
+            else:
+                yield which, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until_gone(request: Request, work: Awaitable[T]) -> T | None:
+    """``work``'s result, or None when the client went away first; then ``work`` is cancelled and has ended."""
+    task = asyncio.ensure_future(work)
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    watch = asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for pending in (watch, task):
+            if not pending.done():
+                pending.cancel()
+        await asyncio.gather(watch, task, return_exceptions=True)
+
+
+async def collect(sources: Sequence[AsyncIterator[RequestOutput]]) -> list[RequestOutput]:
+    """The last output of each source."""
+    last = {which: output async for which, output in merge(sources)}
+    return [last[which] for which in sorted(last)]
+
+
+def start(
+    serving: Serving, request: Request, body: GenerationBody, prompts: Sequence[Any], params: Params
+) -> list[AsyncIterator[RequestOutput]]:
+    """One engine request per prompt. Nothing runs before its iterator is asked."""
+    if serving.draining:
+        raise Draining
+    tenant = None if serving.config.share_prefixes else request.state.tenant
+    return [
+        serving.llm.generate(
+            prompt, params, new_id("req"), priority=body.priority or 0, cache_salt=body.cache_salt, tenant=tenant
+        )
+        for prompt in prompts
+    ]
+
+
+class Draining(Exception):  # noqa: N818  (a state of the server, answered with a 503)
+    """The server is shutting down and takes nothing new."""
+
+
+async def begun(
+    request: Request, outputs: AsyncIterator[tuple[int, RequestOutput]]
+) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """``outputs`` with its first item already there, so that a refusal has a status and not just an event."""
+    first = await until_gone(request, _next(outputs))
+
+    async def rest() -> AsyncIterator[tuple[int, RequestOutput]]:
+        try:
+            if first is not None:
+                yield first
+                async for item in outputs:
+                    yield item
+        finally:
+            await outputs.aclose()  # type: ignore[attr-defined]
+
+    return rest()
+
+
+async def _next(outputs: AsyncIterator[tuple[int, RequestOutput]]) -> tuple[int, RequestOutput] | None:
+    return await anext(outputs, None)
