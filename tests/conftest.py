@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ _missing: dict[str, str] = {}
 
 
 def missing(tool: str, install: str) -> None:
-    """Ends the test for want of a system package: a skip that says how to install it; under PAGEDKV_REQUIRE=all a failure."""
+    """Ends the test for want of a system package: a skip that names the command, or a failure if all is required."""
     _missing[tool] = install
     reason = f"{tool} is not installed: {install}"
     if REQUIRE_ALL:
@@ -44,6 +45,25 @@ def system_tool() -> Callable[[str, str], str]:
         raise AssertionError("unreachable")
 
     return find
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``tiny_model("qwen3", num_hidden_layers=3)`` -> the directory of a tiny random checkpoint (tiny_models.py).
+
+    Made once per session for the same arguments: do not write into it.
+    """
+    from tiny_models import make_tiny_model
+
+    made: dict[str, Path] = {}
+
+    def make(family: str = "llama", *, seed: int = 0, **overrides: Any) -> Path:
+        key = repr((family, seed, sorted(overrides.items())))
+        if key not in made:
+            made[key] = make_tiny_model(tmp_path_factory.mktemp(f"tiny-{family}-"), family, seed=seed, **overrides)
+        return made[key]
+
+    return make
 
 
 @pytest.fixture(scope="session")
