@@ -93,7 +93,7 @@ def _load(name: str, device: str) -> AttentionBackend:
     if name == "triton":
         from pagedkv.attention.triton_backend import TritonAttention
 
-        return TritonAttention()
+        return TritonAttention(device)
     from pagedkv.attention.reference import ReferenceAttention
 
     return ReferenceAttention()
