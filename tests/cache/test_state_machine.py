@@ -66,6 +66,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.rest: dict[int, list[int]] = {}  # tokens of the prompt that are still to be computed
         self.salts: dict[int, str] = {}
         self.stale: set[int] = set()
+        self.past: list[tuple[str, list[int]]] = [("", [0] * BLOCK)]  # texts that were published once
         self.next_seq = 0
 
     # what the model knows
@@ -112,7 +113,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     # the calls
 
-    @rule(prompt=TOKENS, salt=SALTS, read=st.sampled_from([True, True, True, False]))
+    @rule(data=st.data(), tail=st.lists(st.integers(0, 1), max_size=4), read=st.sampled_from([True, True, True, False]))
+    def attach_again(self, data: st.DataObject, tail: list[int], read: bool) -> None:
+        """A prompt that begins as an earlier text did, up to a position of any kind."""
+        salt, text = data.draw(st.sampled_from(self.past), label="past")
+        length = data.draw(st.integers(1, len(text)), label="length")
+        self.attach([*text[:length], *tail], salt, read)
+
+    @rule(prompt=TOKENS, salt=SALTS, read=st.just(True))
     def attach(self, prompt: list[int], salt: str, read: bool) -> None:
         before, scope = self.snapshot(), KeyScope(salt=salt)
         fits_cold = self.manager.num_available >= self.manager.blocks_needed(len(prompt))
@@ -129,6 +137,15 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.manager.num_available >= self.manager.blocks_to_reserve(seq, len(prompt) - cached)
         self.texts[seq], self.rest[seq], self.salts[seq] = prompt[:cached], prompt[cached:], salt
 
+    @rule(prompt=TOKENS, salt=SALTS, more=TOKENS, end=st.booleans())
+    def serve(self, prompt: list[int], salt: str, more: list[int], end: bool) -> None:
+        """The whole life of a request, so that much gets cached."""
+        self.attach(prompt, salt, True)
+        self.write_to(self.next_seq, more, 0)
+        self.remember_of(self.next_seq)
+        if end:
+            self.free_of(self.next_seq)
+
     @rule()
     def create(self) -> None:
         seq = self.new_seq()
@@ -138,7 +155,9 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), more=TOKENS, reserve_beyond=st.integers(0, 4))
     def write(self, data: st.DataObject, more: list[int], reserve_beyond: int) -> None:
-        seq = self.pick(data)
+        self.write_to(self.pick(data), more, reserve_beyond)
+
+    def write_to(self, seq: int, more: list[int], reserve_beyond: int) -> None:
         new = self.rest[seq] or more
         wanted = len(new) + reserve_beyond
         needed, before = self.manager.blocks_to_reserve(seq, wanted), self.snapshot()
@@ -168,10 +187,14 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
     def remember(self, data: st.DataObject) -> None:
-        seq = self.pick(data)
+        self.remember_of(self.pick(data))
+
+    def remember_of(self, seq: int) -> None:
         text = self.texts[seq]
         new = self.cache.remember(seq, [*text, *self.rest[seq]])
         table, full = self.manager.tables[seq], len(text) // BLOCK
+        if full:
+            self.past.append((self.salts[seq], text.copy()))
         if seq in self.stale:
             assert new == 0
         elif self.strong_hash:
@@ -204,7 +227,9 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:
-        seq = self.pick(data)
+        self.free_of(self.pick(data))
+
+    def free_of(self, seq: int) -> None:
         self.manager.free(seq)
         for known in (self.texts, self.rest, self.salts):
             del known[seq]
