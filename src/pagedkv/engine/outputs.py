@@ -104,6 +104,7 @@ class RequestOutput:
     prompt_logprobs:   one entry a prompt token, the first None (nothing came before it); None unless asked for
     outputs:           n samples in order of index; beams in order of score
     num_cached_tokens: prompt tokens whose KV came from the prefix cache
+    error:             what ended it, where that was a failure of this request alone; its finish_reason is "abort" then
     """
 
     request_id: str
@@ -114,6 +115,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    error: str | None = None
 
 
 def _between(start: float | None, end: float | None) -> float | None:

@@ -1,0 +1,102 @@
+"""Runs a StepPlan on the model: copies, forward pass, logits of the rows that are wanted.
+
+Owns the pool's contents (who holds what is the scheduler's business) and the batch builder. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pagedkv.attention.batch import AttentionBatch
+from pagedkv.cache.manager import BlockCopy, KVCacheManager
+from pagedkv.engine.batch import BatchBuilder
+from pagedkv.engine.plan import Chunk, StepPlan
+from pagedkv.engine.request import Sequence
+
+LOGIT_ROWS = 128  # rows of a prompt whose logits exist at a time (128 x 50,000 float32 are 26 MB)
+
+
+class Model(Protocol):
+    """What the engine needs of a model (``model/decoder.py`` has it)."""
+
+    @property
+    def device(self) -> torch.device: ...
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: Pool) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class Pool(Protocol):
+    """What the engine needs of a pool (``cache/pool.py`` has it)."""
+
+    @property
+    def k_pool(self) -> Seq[Tensor]: ...
+    @property
+    def v_pool(self) -> Seq[Tensor]: ...
+    @property
+    def k_scale(self) -> Seq[Tensor | None]: ...
+    @property
+    def v_scale(self) -> Seq[Tensor | None]: ...
+    def copy_blocks(self, copies: Seq[BlockCopy]) -> None: ...
+
+
+class StepResult:
+    """What a forward pass gave. Logits are float32 [R, vocab_size], computed for the rows that are asked for."""
+
+    def __init__(self, model: Model, hidden: Tensor, ends: Seq[int]) -> None:
+        self._model = model
+        self._hidden = hidden
+        self._ends = ends
+
+    def last_logits(self, chunks: Seq[int]) -> Tensor:
+        """Logits of the last token of the chunks with these indices in the plan: [len(chunks), vocab_size]."""
+        rows = torch.tensor([int(self._ends[i]) for i in chunks], device=self._hidden.device)
+        whole = len(rows) == self._hidden.shape[0]  # a step of decodes alone: every row, in order
+        return self._model.logits(self._hidden if whole else self._hidden[rows])
+
+    def each_logits(self, index: int, chunk: Chunk, count: int) -> Iterable[Tensor]:
+        """Logits of the first ``count`` tokens of one chunk, LOGIT_ROWS at a time."""
+        first = int(self._ends[index]) - chunk.num_tokens + 1
+        for start in range(first, first + count, LOGIT_ROWS):
+            yield self._model.logits(self._hidden[start : min(start + LOGIT_ROWS, first + count)])
+
+
+class ModelRunner:
+    """Model and pool. ``build_seconds`` and ``forward_seconds`` add up what the steps took."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: Pool,
+        manager: KVCacheManager,
+        max_num_seqs: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.builder = BatchBuilder(manager, max_num_seqs, model.device)
+        self.build_seconds = 0.0
+        self.forward_seconds = 0.0
+        self._clock = clock
+
+    def release(self, sequences: Iterable[Sequence]) -> None:
+        """Sequences that run no more."""
+        self.builder.release(sequences)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Copies first, then one forward pass over all chunks."""
+        begin = self._clock()
+        copies = plan.all_copies
+        if copies:
+            self.pool.copy_blocks(copies)
+        batch = self.builder.build(plan)
+        built = self._clock()
+        hidden = self.model.forward(batch.token_ids, batch.attention, self.pool)
+        self.build_seconds += built - begin
+        self.forward_seconds += self._clock() - built
+        return StepResult(self.model, hidden, batch.ends.tolist())
