@@ -133,7 +133,7 @@ class BeamSearchParams:
     """Beam search, scored as ``transformers.generate(num_beams=beam_width, early_stopping=False)`` scores it.
 
     length_penalty: a finished beam of L new tokens scores (sum of log-probabilities) / L ** length_penalty
-    temperature:    divides the logits before the log-softmax; 0 (and 1) leave them as they are
+    temperature:    divides the logits before the log-softmax; near 0 (and 1) leaves them as they are
     ignore_eos:     no id ends a beam; all run to ``max_tokens``
     """
 
@@ -146,7 +146,7 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         object.__setattr__(self, "beam_width", _integer("beam_width", self.beam_width, 1, MAX_BEAM_WIDTH))
         object.__setattr__(self, "max_tokens", _integer("max_tokens", self.max_tokens, 1, MAX_TOKENS))
-        object.__setattr__(self, "length_penalty", _number("length_penalty", self.length_penalty, -100.0, 100.0))
+        object.__setattr__(self, "length_penalty", _number("length_penalty", self.length_penalty, -10.0, 10.0))
         object.__setattr__(self, "temperature", _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE))
         _boolean("ignore_eos", self.ignore_eos)
 
