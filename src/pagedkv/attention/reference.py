@@ -140,7 +140,7 @@ def quantise(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
     limit, largest = limits[dtype], torch.finfo(torch.float32).max
     values = values.float().clamp(-largest, largest)
     top = values.abs().amax(-1)
-    factor = torch.where(top > 0, limit / top, 0.0)
+    factor = torch.where(top > 0, top.new_tensor(limit) / top, 0.0)  # a plain float would become limit * (1 / top)
     # a subnormal row would need a factor beyond float32: it is stored as zeros
     factor = factor.masked_fill(factor == float("inf"), 0.0)
     scaled = (values * factor[..., None]).nan_to_num(0.0).clamp(-limit, limit)

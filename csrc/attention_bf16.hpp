@@ -1,0 +1,137 @@
+// Two bf16 in a dword, for vdpbf16ps. Included by attention_kernel.hpp where the instruction set has it.
+//
+// Pools of bf16 go in as they are; int8 and e4m3 are exact in bf16, and their scales are applied to scores and weights.
+// The query is rounded to bf16 (as a bf16 model's query is already), and so are the weights, to nearest.
+#pragma once
+
+namespace pagedkv::PAGEDKV_NS {
+
+// The low and high bytes of the bf16 of every int8 or e4m3, for byte permutes.
+struct ByteTable {
+  alignas(64) uint8_t low[256];
+  alignas(64) uint8_t high[256];
+};
+template <class T>
+static ByteTable make_table() {
+  ByteTable table;
+  for (int i = 0; i < 256; ++i) {
+    T value;
+    const uint8_t byte = static_cast<uint8_t>(i);
+    __builtin_memcpy(&value, &byte, 1);
+    const uint32_t bits = to_bits(widen(value)) >> 16;
+    table.low[i] = static_cast<uint8_t>(bits);
+    table.high[i] = static_cast<uint8_t>(bits >> 8);
+  }
+  return table;
+}
+static const ByteTable int8_table = make_table<int8_t>();
+static const ByteTable e4m3_table = make_table<e4m3_t>();
+static inline const ByteTable& table_of(const int8_t*) { return int8_table; }
+static inline const ByteTable& table_of(const e4m3_t*) { return e4m3_table; }
+
+static inline __m512i look_up(const uint8_t* table, __m512i bytes, __mmask64 upper) {
+  const __m512i a = _mm512_permutex2var_epi8(_mm512_load_si512(table), bytes, _mm512_load_si512(table + 64));
+  const __m512i b = _mm512_permutex2var_epi8(_mm512_load_si512(table + 128), bytes, _mm512_load_si512(table + 192));
+  return _mm512_mask_mov_epi8(a, upper, b);
+}
+
+struct BFloats {
+  static constexpr int kPerDword = 2;
+
+  static inline vf mac(vf sum, vf packed, float a) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)packed, (__m512bh)_mm512_set1_ps(a));
+  }
+
+  static inline void row(const bfloat_t* from, int D, float* to, int padded) {
+    bfloat_t* out = reinterpret_cast<bfloat_t*>(to);
+    for (int d = 0; d < D; ++d) out[d] = from[d];
+    for (int d = D; d < padded; ++d) out[d] = bfloat_t{0};
+  }
+  template <class T>
+  static inline void row(const T* from, int D, float* to, int padded) {
+    bfloat_t* out = reinterpret_cast<bfloat_t*>(to);
+    for (int d = 0; d < D; ++d) narrow(widen(from[d]), out[d]);
+    for (int d = D; d < padded; ++d) out[d] = bfloat_t{0};
+  }
+
+  static inline void weights(float* to, int slot, vf p) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(reinterpret_cast<bfloat_t*>(to) + slot),
+                        (__m256i)_mm512_cvtneps_pbh(p));
+  }
+
+  // Weights are rounded to 8 bits, so three terms (one part in 10^4) do.
+  static inline vf exp2(vf x) {
+    x = max(splat(-127.0f), x);
+    const vf n = round_even(x), r = sub(x, n);
+    vf p = splat(5.50089301e-2f);
+    p = fma(p, r, splat(2.42210960e-1f));
+    p = fma(p, r, splat(6.93282927e-1f));
+    p = fma(p, r, splat(1.0f));
+    return _mm512_scalef_ps(p, n);
+  }
+
+  static inline __m512i load_dims(const bfloat_t* from, int left) {
+    if (left >= 32) return _mm512_loadu_si512(from);
+    return _mm512_maskz_loadu_epi16((1u << left) - 1, from);
+  }
+
+  static void pack_keys(const bfloat_t* const* rows, int D, int, float* to, float*) {
+    for (int d = 0; d < D; d += 32)
+      for (int s = 0; s < kTile; s += 16) {
+        __m512 r[16];
+        for (int i = 0; i < 16; ++i) r[i] = _mm512_castsi512_ps(load_dims(rows[s + i] + d, D - d));
+        transpose_registers(r);
+        float* out = to + d / 2 * kTile + s;
+        for (int i = 0; i < 16; ++i) store(out + i * kTile, r[i]);
+      }
+  }
+
+  static void pack_values(const bfloat_t* const* rows, int D, int padded, float* to, float*) {
+    alignas(64) static const uint16_t kFirst[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                    8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const __m512i first = _mm512_load_si512(kFirst), second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+    for (int s = 0; s < kTile; s += 2)
+      for (int d = 0; d < D; d += 32) {
+        const __m512i a = load_dims(rows[s] + d, D - d), b = load_dims(rows[s + 1] + d, D - d);
+        float* out = to + s / 2 * padded + d;
+        _mm512_storeu_si512(out, _mm512_permutex2var_epi16(a, first, b));
+        if (D - d > 16) _mm512_storeu_si512(out + 16, _mm512_permutex2var_epi16(a, second, b));
+      }
+  }
+
+  // Bytes: widen the rows first.
+  template <class T>
+  static void widen_bytes(const T* const* rows, int D, float* wide, const bfloat_t** at) {
+    const ByteTable& table = table_of(rows[0]);
+    const int stride = round_up(D, 32);
+    const __m512i spread = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // unpack works inside 128 bits
+    for (int s = 0; s < kTile; ++s) {
+      bfloat_t* out = reinterpret_cast<bfloat_t*>(wide) + s * stride;
+      at[s] = out;
+      for (int d = 0; d < D; d += 64) {
+        const int left = D - d;
+        __m512i bytes = left >= 64 ? _mm512_loadu_si512(rows[s] + d)
+                                   : _mm512_maskz_loadu_epi8((uint64_t{1} << left) - 1, rows[s] + d);
+        bytes = _mm512_permutexvar_epi64(spread, bytes);
+        const __mmask64 upper = _mm512_movepi8_mask(bytes);
+        const __m512i low = look_up(table.low, bytes, upper), high = look_up(table.high, bytes, upper);
+        _mm512_storeu_si512(out + d, _mm512_unpacklo_epi8(low, high));
+        if (left > 32) _mm512_storeu_si512(out + d + 32, _mm512_unpackhi_epi8(low, high));
+      }
+    }
+  }
+  template <class T>
+  static void pack_keys(const T* const* rows, int D, int padded, float* to, float* wide) {
+    const bfloat_t* at[kTile];
+    widen_bytes(rows, D, wide, at);
+    pack_keys(at, D, padded, to, wide);
+  }
+  template <class T>
+  static void pack_values(const T* const* rows, int D, int padded, float* to, float* wide) {
+    const bfloat_t* at[kTile];
+    widen_bytes(rows, D, wide, at);
+    pack_values(at, D, padded, to, wide);
+  }
+};
+
+}  // namespace pagedkv::PAGEDKV_NS

@@ -1,0 +1,392 @@
+// The attention kernel, over the vectors of one instruction set (simd_*.hpp, included before).
+//
+// A tile of kTile slots of one KV head is packed once and then used by all query rows of the item:
+//     keys    [D / U][kTile] dwords   lanes are slots, so a score is one accumulator over D in order
+//     values  [kTile / U][Dp] dwords  lanes are dimensions, so an output is one accumulator over slots in order
+// A dword holds U numbers of a Format: one float, or two bf16 for the dot-product instructions. Both products are
+// then the same loop: rows of broadcast dwords times packed vectors. A row's arithmetic is the same whatever other
+// rows stand beside it. Rows outside [first_slot, last_slot) are zeros and never read, and a masked score has weight
+// exactly 0, so a tile that is only partly there gives the bits of the part.
+#pragma once
+#include "attention.hpp"
+#include "block.hpp"
+
+namespace pagedkv::PAGEDKV_NS {
+
+constexpr float kLog2e = 1.44269504088896341f;
+constexpr float kNothing = -__builtin_inff();
+
+static inline int round_up(int n, int to) { return (n + to - 1) / to * to; }
+
+// 2^x for x <= 0, to about one part in 10^7; exactly 1 at 0 and exactly 0 below -126.5. Cephes' polynomial idea: split
+// off the whole part, approximate 2^r on [-1/2, 1/2], put the whole part into the exponent.
+static inline vf exp2_negative(vf x) {
+  x = max(splat(-127.0f), x);  // in this order a NaN stays a NaN
+  const vf n = round_even(x), r = sub(x, n);
+  vf p = splat(1.32647271e-3f);
+  p = fma(p, r, splat(9.67151266e-3f));
+  p = fma(p, r, splat(5.55073374e-2f));
+  p = fma(p, r, splat(2.40222421e-1f));
+  p = fma(p, r, splat(6.93146978e-1f));
+  p = fma(p, r, splat(1.0f));
+  return mul(p, power_of_two(n));
+}
+
+static inline float exp2_negative(float x) {
+  float lanes[kLanes];
+  store(lanes, exp2_negative(splat(x)));
+  return lanes[0];
+}
+
+static inline vf tanh(vf x) {  // from 2^(-2 |x| log2 e), so nothing overflows
+  const vf magnitude = max(x, sub(splat(0.0f), x));
+  const vf t = exp2_negative(mul(magnitude, splat(-2.0f * kLog2e)));
+  const vf y = div(sub(splat(1.0f), t), add(splat(1.0f), t));
+  return mul(y, div(x, max(magnitude, splat(1e-30f))));
+}
+
+// A row of D numbers as floats, zeros up to padded.
+template <class T>
+static inline void widen_row(const T* from, int D, float* to, int padded) {
+  int d = 0;
+  for (; d + kLanes <= D; d += kLanes) store(to + d, load_as(from + d));
+  for (; d < D; ++d) to[d] = widen(from[d]);
+  for (; d < padded; ++d) to[d] = 0.0f;
+}
+
+// Numbers as they are multiplied: one float in a dword.
+struct Floats {
+  static constexpr int kPerDword = 1;
+  static inline vf mac(vf sum, vf packed, float a) { return fma(splat(a), packed, sum); }
+  template <class T>
+  static inline void row(const T* from, int D, float* to, int padded) {
+    widen_row(from, D, to, padded);
+  }
+  static inline void weights(float* to, int slot, vf p) { store(to + slot, p); }
+  static inline vf exp2(vf x) { return exp2_negative(x); }
+  template <class T>
+  static void pack_values(const T* const* rows, int D, int padded, float* to, float*) {
+    for (int s = 0; s < kTile; ++s) widen_row(rows[s], D, to + s * padded, padded);
+  }
+  template <class T>
+  static void pack_keys(const T* const* rows, int D, int padded, float* to, float* wide) {
+    const float* at[kTile];
+    for (int s = 0; s < kTile; ++s) {
+      at[s] = wide + s * padded;
+      widen_row(rows[s], D, wide + s * padded, padded);
+    }
+    for (int d = 0; d < D; d += kLanes)
+      for (int s = 0; s < kTile; s += kLanes) transpose(at + s, d, to + d * kTile + s, kTile);
+  }
+};
+
+}  // namespace pagedkv::PAGEDKV_NS
+
+#ifdef PAGEDKV_BF16
+#include "attention_bf16.hpp"
+#endif
+
+namespace pagedkv::PAGEDKV_NS {
+
+// sums[r][0 .. V lanes) = start[r] * sums + a[r] x packed over n dwords, in order. V vectors of R rows in registers.
+template <class F, int R, int V>
+static void multiply(const float* a, int a_stride, const float* packed, int packed_stride, float* sums, int stride,
+                     const float* start, int n) {
+  vf sum[R][V];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v)
+      sum[r][v] = start == nullptr ? splat(0.0f) : mul(load(sums + r * stride + v * kLanes), splat(start[r]));
+  for (int i = 0; i < n; ++i) {
+    vf b[V];
+    for (int v = 0; v < V; ++v) b[v] = load(packed + i * packed_stride + v * kLanes);
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) sum[r][v] = F::mac(sum[r][v], b[v], a[r * a_stride + i]);
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) store(sums + r * stride + v * kLanes, sum[r][v]);
+}
+
+template <class F, int R>
+static void multiply_columns(const float* a, int a_stride, const float* packed, int packed_stride, float* sums,
+                             int stride, const float* start, int n, int columns) {
+  int c = 0;
+  for (; c + kBlockVectors * kLanes <= columns; c += kBlockVectors * kLanes)
+    multiply<F, R, kBlockVectors>(a, a_stride, packed + c, packed_stride, sums + c, stride, start, n);
+  for (; c < columns; c += kLanes)
+    multiply<F, R, 1>(a, a_stride, packed + c, packed_stride, sums + c, stride, start, n);
+}
+
+template <class F>
+static void multiply_rows(int rows, const float* a, int a_stride, const float* packed, int packed_stride, float* sums,
+                          int stride, const float* start, int n, int columns) {
+  switch (rows) {
+    case 1: return multiply_columns<F, 1>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns);
+    case 2: return multiply_columns<F, 2>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns);
+    case 3: return multiply_columns<F, 3>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns);
+    case 4: return multiply_columns<F, 4>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns);
+    case 5: return multiply_columns<F, 5>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns);
+    default: return multiply_columns<F, 6>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns);
+  }
+}
+
+// Softmax state of a row over part of its history: the largest score (in powers of two), the sum of 2^(score - max),
+// and the sum of values with those weights. Nothing seen: -inf, 0, zeros.
+static inline void merge_state(float& max_a, float& sum_a, float* out_a, float max_b, float sum_b, const float* out_b,
+                               int columns) {
+  const float top = max_b > max_a ? max_b : max_a, base = top == kNothing ? 0.0f : top;
+  const float fa = exp2_negative(max_a - base), fb = exp2_negative(max_b - base);
+  for (int d = 0; d < columns; d += kLanes)
+    store(out_a + d, fma(load(out_b + d), splat(fb), mul(load(out_a + d), splat(fa))));
+  sum_a = sum_a * fa + sum_b * fb;
+  max_a = top;
+}
+
+// The last step of a row: the sink joins the denominator, the division, the conversion.
+static inline void finish_row(const AttentionArgs& args, int head, int token, float top, float sum, float* values,
+                              int D) {
+  float factor = 1.0f;
+  if (args.sinks != nullptr && sum != 0.0f) {
+    const float sink = args.sinks[head] * kLog2e, with = sink > top ? sink : top;
+    factor = exp2_negative(top - with);
+    sum = sum * factor + exp2_negative(sink - with);
+  }
+  const vf by = splat(sum == 0.0f ? 0.0f : factor / sum);
+  const int64_t at = token * args.out.token_stride + head * args.out.head_stride;
+  const auto put = [&](auto* to) {
+    int d = 0;
+    for (; d + kLanes <= D; d += kLanes) store_as(to + d, mul(load(values + d), by));
+    if (d < D) {
+      float rest[kLanes];
+      store(rest, mul(load(values + d), by));
+      for (int i = 0; d + i < D; ++i) narrow(rest[i], to[d + i]);
+    }
+  };
+  if (args.out.dtype == DType::f32) put(static_cast<float*>(args.out.data) + at);
+  else if (args.out.dtype == DType::bf16) put(static_cast<bfloat_t*>(args.out.data) + at);
+  else put(static_cast<half_t*>(args.out.data) + at);
+}
+
+// The memory of one thread, cut from one aligned buffer (attention_scratch_bytes is the bound).
+struct Scratch {
+  float* take(int64_t floats) {
+    float* here = next;
+    next += (floats + 15) / 16 * 16;
+    return here;
+  }
+  float* next;
+};
+
+template <class F, class T, bool Scaled>
+class ItemRunner {
+ public:
+  ItemRunner(const AttentionPlan& plan, const AttentionArgs& args, const WorkItem& item, void* memory)
+      : plan_(plan), args_(args), item_(item), tile_(plan.tiles[item.tile]), group_(plan.group()),
+        D_(plan.batch.head_dim), columns_(round_up(D_, kLanes)), dwords_((D_ + F::kPerDword - 1) / F::kPerDword),
+        rows_(tile_.num_tokens * group_) {
+    Scratch scratch{static_cast<float*>(memory)};
+    const int padded = round_up(D_, 16);
+    keys_ = scratch.take(padded * kTile);
+    values_ = scratch.take(kTile * padded);
+    wide_ = scratch.take(kTile * padded);
+    query_ = scratch.take(int64_t{rows_} * padded);
+    out_ = scratch.take(int64_t{rows_} * padded);
+    merged_ = scratch.take(int64_t{rows_} * padded);
+    sums_ = scratch.take(int64_t{rows_} * kLanes);
+    max_ = scratch.take(rows_);
+    merged_max_ = scratch.take(rows_);
+    merged_sum_ = scratch.take(rows_);
+    low_ = reinterpret_cast<int32_t*>(scratch.take(rows_));
+    high_ = reinterpret_cast<int32_t*>(scratch.take(rows_));
+    zeros_ = scratch.take(kMaxHeadDim);
+    scores_ = scratch.take(kBlockRows * kTile);
+    weights_ = scratch.take(kBlockRows * kTile);
+  }
+
+  void run() {
+    for (int d = 0; d < kMaxHeadDim; ++d) zeros_[d] = 0.0f;
+    load_rows();
+    clear(merged_max_, merged_, merged_sum_, 1);
+    for (int piece = item_.first_piece; piece < item_.last_piece; ++piece) {
+      run_piece(piece);
+      for (int r = 0; r < rows_; ++r) {
+        const float sum = hsum(load(sums_ + r * kLanes));
+        if (item_.whole)
+          merge_state(merged_max_[r], merged_sum_[r], merged_ + r * columns_, max_[r], sum, out_ + r * columns_,
+                      columns_);
+        else
+          save_partial(r, piece, sum);
+      }
+    }
+    if (!item_.whole) return;
+    for (int r = 0; r < rows_; ++r)
+      finish_row(args_, head(r), token(r), merged_max_[r], merged_sum_[r], merged_ + r * columns_, D_);
+  }
+
+ private:
+  int token(int row) const { return plan_.tile_tokens[tile_.first + row / group_]; }
+  int head(int row) const { return item_.kv_head * group_ + row % group_; }
+
+  void load_rows() {
+    for (int r = 0; r < rows_; ++r) {
+      low_[r] = plan_.token_low[token(r)];
+      high_[r] = plan_.token_high[token(r)];
+      const int64_t at = token(r) * args_.q.token_stride + head(r) * args_.q.head_stride;
+      float* to = query_ + r * dwords_;
+      float row[kMaxHeadDim + 16];  // the row's end may be written past, up to a whole vector
+      const int padded = round_up(D_, 16);
+      if (args_.q.dtype == DType::f32) F::row(static_cast<const float*>(args_.q.data) + at, D_, row, padded);
+      else if (args_.q.dtype == DType::bf16) F::row(static_cast<const bfloat_t*>(args_.q.data) + at, D_, row, padded);
+      else F::row(static_cast<const half_t*>(args_.q.data) + at, D_, row, padded);
+      __builtin_memcpy(to, row, dwords_ * sizeof(float));
+    }
+  }
+
+  void clear(float* max, float* out, float* sums, int lanes) {
+    for (int r = 0; r < rows_; ++r) max[r] = kNothing;
+    for (int i = 0; i < rows_ * lanes; ++i) sums[i] = 0.0f;
+    for (int i = 0; i < rows_ * columns_; ++i) out[i] = 0.0f;
+  }
+
+  void run_piece(int piece) {
+    clear(max_, out_, sums_, kLanes);
+    const int begin = piece * kPiece, end = begin + kPiece;
+    for (int slot = begin; slot < end; slot += kTile) {
+      if (slot + kTile <= tile_.first_slot || slot >= tile_.last_slot) continue;
+      pack(slot);
+      const int blocks = (rows_ + kBlockRows - 1) / kBlockRows, step = (rows_ + blocks - 1) / blocks;
+      for (int row = 0; row < rows_; row += step) run_rows(slot, row, rows_ - row < step ? rows_ - row : step);
+    }
+  }
+
+  // Find the rows of the tile through the table and pack them.
+  void pack(int slot) {
+    const T* keys[kTile];
+    const T* values[kTile];
+    const T* zero = reinterpret_cast<const T*>(zeros_);
+    const int64_t head = item_.kv_head;
+    const int block_size = plan_.batch.block_size;
+    int s = 0;
+    for (; s < kTile && slot + s < tile_.first_slot; ++s) keys[s] = values[s] = zero, no_scale(s);
+    while (s < kTile && slot + s < tile_.last_slot) {
+      const Slot at = physical_slot(tile_.table, slot + s, block_size);
+      const T* k = static_cast<const T*>(args_.k.data) + at.block * args_.k.block_stride + head * args_.k.head_stride;
+      const T* v = static_cast<const T*>(args_.v.data) + at.block * args_.v.block_stride + head * args_.v.head_stride;
+      for (int64_t o = at.offset; o < block_size && s < kTile && slot + s < tile_.last_slot; ++o, ++s) {
+        keys[s] = k + o * args_.k.slot_stride;
+        values[s] = v + o * args_.v.slot_stride;
+        if constexpr (Scaled) {
+          key_scale_[s] = scale_at(args_.k, at.block, o);
+          value_scale_[s] = scale_at(args_.v, at.block, o);
+        }
+      }
+    }
+    for (; s < kTile; ++s) keys[s] = values[s] = zero, no_scale(s);
+    F::pack_keys(keys, D_, round_up(D_, 16), keys_, wide_);
+    F::pack_values(values, D_, columns_, values_, wide_);
+  }
+
+  float scale_at(const PoolView& pool, int64_t block, int64_t offset) const {
+    return pool.scales[block * pool.scale_block_stride + item_.kv_head * pool.scale_head_stride +
+                       offset * pool.scale_slot_stride];
+  }
+
+  void no_scale(int s) {
+    if constexpr (Scaled) key_scale_[s] = value_scale_[s] = 0.0f;
+  }
+
+  // Rows [row, row + count) against the packed tile: scores, softmax step, weighted values.
+  void run_rows(int slot, int row, int count) {
+    float start[kBlockRows];
+    multiply_rows<F>(count, query_ + row * dwords_, dwords_, keys_, kTile, scores_, kTile, nullptr, dwords_, kTile);
+    for (int r = 0; r < count; ++r) start[r] = softmax_step(slot, row + r, scores_ + r * kTile, weights_ + r * kTile);
+    multiply_rows<F>(count, weights_, kTile, values_, columns_, out_ + row * columns_, columns_, start,
+                     kTile / F::kPerDword, columns_);
+  }
+
+  // Turns a row's scores into weights and returns the factor of what was summed before.
+  float softmax_step(int slot, int row, float* scores, float* weights) {
+    constexpr int kVectors = kTile / kLanes;
+    vf x[kVectors];
+    vf top = splat(kNothing);
+    const bool masked = low_[row] > slot || high_[row] < slot + kTile;
+    const float factor = args_.softcap > 0.0f ? args_.scale / args_.softcap : args_.scale * kLog2e;
+    for (int v = 0; v < kVectors; ++v) {
+      x[v] = mul(load(scores + v * kLanes), splat(factor));
+      if constexpr (Scaled) x[v] = mul(x[v], load(key_scale_ + v * kLanes));
+      if (args_.softcap > 0.0f) x[v] = mul(tanh(x[v]), splat(args_.softcap * kLog2e));
+      if (masked) x[v] = keep(x[v], slot + v * kLanes, low_[row], high_[row], kNothing);
+      top = max(top, x[v]);
+    }
+    const float before = max_[row], tile_top = hmax(top), now = tile_top > before ? tile_top : before;
+    const float base = now == kNothing ? 0.0f : now;
+    const float fade = now == before ? 1.0f : exp2_negative(before - base);
+    vf sum = mul(load(sums_ + row * kLanes), splat(fade));
+    for (int v = 0; v < kVectors; ++v) {
+      vf p = F::exp2(sub(x[v], splat(base)));
+      sum = add(sum, p);
+      if constexpr (Scaled) p = mul(p, load(value_scale_ + v * kLanes));
+      F::weights(weights, v * kLanes, p);
+    }
+    store(sums_ + row * kLanes, sum);
+    max_[row] = now;
+    return fade;
+  }
+
+  void save_partial(int row, int piece, float sum) {
+    const int64_t stride = plan_.partial_stride();
+    const int64_t index = (plan_.partial_base[token(row)] + piece) * plan_.batch.num_heads + head(row);
+    float* to = plan_.partials.data() + index * stride;
+    to[0] = max_[row];
+    to[1] = sum;
+    for (int d = 0; d < columns_; d += kLanes) store(to + 16 + d, load(out_ + row * columns_ + d));
+  }
+
+  const AttentionPlan& plan_;
+  const AttentionArgs& args_;
+  const WorkItem& item_;
+  const TokenTile& tile_;
+  const int group_, D_, columns_, dwords_, rows_;
+  float *keys_, *values_, *wide_, *query_, *out_, *merged_, *sums_, *max_, *merged_max_, *merged_sum_;
+  float *zeros_, *scores_, *weights_;
+  int32_t *low_, *high_;
+  float key_scale_[kTile], value_scale_[kTile];
+};
+
+#ifdef PAGEDKV_BF16
+using Narrow = BFloats;  // bf16 pairs, for pools whose numbers are exact in bf16
+#else
+using Narrow = Floats;
+#endif
+
+static void run_item(const AttentionPlan& plan, const AttentionArgs& args, const WorkItem& item, void* scratch) {
+  switch (args.kv_dtype) {
+    case DType::f32: return ItemRunner<Floats, float, false>(plan, args, item, scratch).run();
+    case DType::f16: return ItemRunner<Floats, half_t, false>(plan, args, item, scratch).run();
+    case DType::bf16: return ItemRunner<Narrow, bfloat_t, false>(plan, args, item, scratch).run();
+    case DType::i8: return ItemRunner<Narrow, int8_t, true>(plan, args, item, scratch).run();
+    case DType::f8e4m3: return ItemRunner<Narrow, e4m3_t, true>(plan, args, item, scratch).run();
+  }
+}
+
+// Merge the partials of a split token's head, left to right, and write its output.
+static void merge(const AttentionPlan& plan, const AttentionArgs& args, int32_t token, int32_t head) {
+  float out[kMaxHeadDim];
+  const int D = plan.batch.head_dim, columns = round_up(D, kLanes);
+  for (int d = 0; d < columns; ++d) out[d] = 0.0f;
+  float top = kNothing, sum = 0.0f;
+  const int first = plan.token_low[token] / kPiece, last = (plan.token_high[token] + kPiece - 1) / kPiece;
+  for (int piece = first; piece < last; ++piece) {
+    const int64_t index = (plan.partial_base[token] + piece) * plan.batch.num_heads + head;
+    const float* from = plan.partials.data() + index * plan.partial_stride();
+    merge_state(top, sum, out, from[0], from[1], from + 16, columns);
+  }
+  finish_row(args, head, token, top, sum, out, D);
+}
+
+}  // namespace pagedkv::PAGEDKV_NS
+
+#include "attention_write.hpp"
+
+namespace pagedkv::PAGEDKV_NS {
+constexpr AttentionKernels kAttention = {run_item, merge, write_rows};
+}
