@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 MAX_LEVELS = 8  # of nested prefixes that the search looks into
 
@@ -55,28 +56,49 @@ def find_groups(tables: Sequence[Sequence[int]], seq_lens: Sequence[int], block_
     """
     used = [tuple(table[: length // block_size]) for table, length in zip(tables, seq_lens, strict=True)]
     order = sorted(range(len(used)), key=lambda seq: used[seq])
-    groups: list[PrefixGroup] = []
-    for _, cluster in groupby(order, key=lambda seq: used[seq][:1]):
-        groups += _best_cut(list(cluster), used)
-    return groups
+    cut = _cut(tuple(order), used, 0, MAX_LEVELS, {})
+    alone = [PrefixGroup((seq,), 0) for group in cut.groups if len(group.members) == 1 for seq in group.members]
+    shared = [group for group in cut.groups if len(group.members) > 1]
+    return [*shared, *alone, *(PrefixGroup((seq,), 0) for seq in cut.left)]
 
 
-def _best_cut(order: list[int], used: list[tuple[int, ...]], levels: int = MAX_LEVELS) -> list[PrefixGroup]:
-    """The groups of ``order`` (sorted by table) that save most: all at their common depth, or each branch by itself."""
-    depth = _common(used[order[0]], used[order[-1]]) if len(order) > 1 else 0  # sorted, so the ends differ most
-    whole = PrefixGroup(tuple(order), depth)
-    if len(order) <= 2 or levels == 0:
-        return [whole] if depth else [PrefixGroup((seq,), 0) for seq in order]
-    branches: list[PrefixGroup] = []
-    for branch, cluster in groupby(order, key=lambda seq: used[seq][depth : depth + 1]):
-        members = list(cluster)
-        if not branch:  # these end where the branches part
-            branches.append(PrefixGroup(tuple(members), depth if len(members) > 1 else 0))
-        elif len(members) == len(order):
-            return [whole]
-        else:
-            branches += _best_cut(members, used, levels - 1)
-    return branches if sum(group.blocks_saved for group in branches) > whole.blocks_saved else [whole]
+class _Cut(NamedTuple):
+    """Sequences below one place of the tree of prefixes: ``left`` read the group above, ``groups`` read their own.
+
+    saved: blocks that are read for all members, less what the groups themselves read.
+    """
+
+    saved: int
+    groups: tuple[PrefixGroup, ...]
+    left: tuple[int, ...]
+
+
+def _cut(
+    order: tuple[int, ...], used: list[tuple[int, ...]], above: int, levels: int, known: dict[tuple[int, ...], _Cut]
+) -> _Cut:
+    """The best cut of ``order`` (sorted by table) when a group above them reads ``above`` blocks already.
+
+    A group at their common depth costs that depth once and serves whoever is not served better further down; so each
+    branch is cut twice, with the group and without, and the better sum wins.
+    """
+    depth = _common(used[order[0]], used[order[-1]]) if order else 0  # sorted, so the ends differ most
+    if len(order) < 2 or depth == above > 0:
+        return _Cut(above * len(order), (), order)
+    key = (*order[:1], len(order), above)
+    if key not in known:
+        branches = [tuple(cluster) for _, cluster in groupby(order, key=lambda seq: used[seq][depth : depth + 1])]
+        if levels == 0 or len(branches) == 1:
+            branches = [(seq,) for seq in order]
+        below = [_cut(branch, used, depth, levels - 1, known) for branch in branches]
+        opened = _Cut(sum(cut.saved for cut in below) - depth, tuple(g for cut in below for g in cut.groups),
+                      tuple(seq for cut in below for seq in cut.left))  # fmt: skip
+        if opened.left:
+            opened = _Cut(opened.saved, (*opened.groups, PrefixGroup(opened.left, depth)), ())
+        below = [_cut(branch, used, above, levels - 1, known) for branch in branches]
+        closed = _Cut(sum(cut.saved for cut in below), tuple(g for cut in below for g in cut.groups),
+                      tuple(seq for cut in below for seq in cut.left))  # fmt: skip
+        known[key] = opened if opened.saved > closed.saved else closed
+    return known[key]
 
 
 def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 MAX_SPLITS = 128
 PROGRAMS_PER_MULTIPROCESSOR = 2  # decode programs that sit on one multiprocessor together
 START_COST = 64  # what a program costs before its first tile, in positions read
+MERGE_ELEMENTS = 2048  # accumulated by one program of the merge
 MERGE_COST = 16  # what each further split adds to the merge of a row, in the same unit
 
 
@@ -47,13 +48,18 @@ def next_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def padded(head_dim: int) -> int:
+    """Dimensions that a tile holds: a power of two, and 16 at least, which is what a matrix unit takes."""
+    return max(16, next_power_of_two(head_dim))
+
+
 def decode_tiling(gpu: Gpu, group: int, head_dim: int, compute_bytes: int, quantised: bool) -> Tiling:
     """Tile for one query token and ``group`` heads. A lone row is no work for a matrix unit, which takes 16 at least.
 
     compute_bytes: size of an element that the products are made of (2 or 4); quantised: the pool is int8 or fp8.
     The pipeline of NVIDIA cards fetches the block ids two stages ahead of K and V: five stages keep two tiles coming.
     """
-    wide = next_power_of_two(head_dim) * compute_bytes
+    wide = padded(head_dim) * compute_bytes
     if group == 1:
         return Tiling(rows=1, tile=32 if wide <= 256 else 16, num_warps=4, num_stages=2)
     rows = max(16, next_power_of_two(group))
@@ -68,7 +74,7 @@ def prefill_tiling(
 
     Short chunks take small tiles, so that a mixed batch of decodes does not multiply padding.
     """
-    wide = next_power_of_two(head_dim) * compute_bytes
+    wide = padded(head_dim) * compute_bytes
     least = max(16, next_power_of_two(group))
     most = max(least, 128 if wide <= 256 else 64 if wide <= 512 else 16)
     rows = min(max(next_power_of_two(max(1, max_query_len) * group), least), most)
@@ -92,3 +98,15 @@ def num_splits(num_programs: int, span: int, tile: int, num_multiprocessors: int
         return rounds * (length + START_COST) + (0 if splits == 1 else START_COST + MERGE_COST * splits)
 
     return min(range(1, min(MAX_SPLITS, num_tiles) + 1), key=lambda splits: (time(splits), splits))
+
+
+def merge_heads(num_tokens: int, num_heads: int, head_dim: int, num_multiprocessors: int) -> int:
+    """Query heads that one program of the merge takes: few where tokens are few, so that the whole card merges."""
+    heads = 1
+    while (
+        heads < num_heads
+        and heads * 2 * head_dim <= MERGE_ELEMENTS
+        and num_tokens * num_heads >= heads * 2 * PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors
+    ):
+        heads *= 2
+    return heads

@@ -22,7 +22,8 @@ except ImportError as error:
     raise BackendUnavailable(f"attention backend 'triton' needs the package triton ({error})") from error
 
 QUERY_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-INTERPRETED = Gpu(num_multiprocessors=4, capability=80)  # what the interpreter plans for
+MAX_HEAD_DIM = 256
+INTERPRETED = Gpu(num_multiprocessors=2, capability=80)  # what the interpreter plans for
 
 
 class TritonAttention:
@@ -66,6 +67,10 @@ class TritonAttention:
     ) -> torch.Tensor:
         if q.dtype not in QUERY_DTYPES:
             raise InvalidRequest(f"q is {q.dtype}; the Triton kernels take float16, bfloat16 and float32", field="q")
+        if q.shape[2] > MAX_HEAD_DIM:
+            raise InvalidRequest(
+                f"head_dim is {q.shape[2]}; the Triton kernels take at most {MAX_HEAD_DIM}", field="head_dim"
+            )
         out = torch.empty_like(q) if out is None else out
         if q.numel() == 0:
             return out

@@ -18,7 +18,16 @@ import triton.language as tl
 
 from pagedkv.attention.batch import AttentionBatch
 from pagedkv.attention.shared_prefix import PrefixGroup
-from pagedkv.attention.tiling import Gpu, Tiling, decode_tiling, next_power_of_two, num_splits, prefill_tiling
+from pagedkv.attention.tiling import (
+    Gpu,
+    Tiling,
+    decode_tiling,
+    merge_heads,
+    next_power_of_two,
+    num_splits,
+    padded,
+    prefill_tiling,
+)
 from pagedkv.attention.triton_decode import decode_kernel
 from pagedkv.attention.triton_merge import merge_kernel
 from pagedkv.attention.triton_prefill import prefill_kernel
@@ -230,14 +239,17 @@ class AttentionCall:
         if num_parts == 1:
             return []
         num_tokens, num_heads, head_dim = self.q.shape
+        wide = padded(head_dim)
+        heads = merge_heads(num_tokens, num_heads, wide, self.gpu.num_multiprocessors)
         arguments = {
             **self._result(parts),
+            "HEADS": heads,
             "HEAD_DIM": head_dim,
-            "BLOCK_D": next_power_of_two(head_dim),
+            "BLOCK_D": wide,
             "NUM_HEADS": num_heads,
             "NUM_PARTS": num_parts,
         }
-        return [Launch(merge_kernel, (num_tokens, num_heads), arguments, num_warps=1)]
+        return [Launch(merge_kernel, (num_tokens, -(-num_heads // heads)), arguments, num_warps=min(4, heads))]
 
     def _common(self, tiling: Tiling) -> dict[str, Any]:
         """What every kernel that attends takes."""
@@ -255,7 +267,7 @@ class AttentionCall:
             "TILE": tiling.tile,
             "GROUP": self.group,
             "HEAD_DIM": head_dim,
-            "BLOCK_D": next_power_of_two(head_dim),
+            "BLOCK_D": padded(head_dim),
             "BLOCK_SIZE": batch.block_size,
             "NUM_HEADS": self.q.shape[1],
             "WINDOW": self.window or 0,
@@ -309,7 +321,7 @@ def _compute_type(dtype: torch.dtype) -> tl.dtype:
 def write_launch(k: torch.Tensor, v: torch.Tensor, pool: PoolArguments, slot_mapping: torch.Tensor) -> Launch:
     """The one launch of write_kv. fp8 is always written as bytes, so that every target rounds alike."""
     num_tokens, num_kv_heads, head_dim = k.shape
-    wide = next_power_of_two(head_dim)
+    wide = padded(head_dim)
     heads = min(next_power_of_two(num_kv_heads), max(1, WRITE_ELEMENTS // wide))
     arguments = {
         "k": k,

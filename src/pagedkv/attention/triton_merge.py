@@ -63,33 +63,36 @@ def merge_kernel(
     part_acc,
     part_lse,
     sinks,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_PARTS: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Join the parts of one (token, query head). Grid (T, Hq)."""
+    """Join the parts of HEADS query heads of one token. Grid (T, ceil(Hq / HEADS))."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dims = tl.arange(0, BLOCK_D)
-    mask = dims < HEAD_DIM
-    row = (token * NUM_HEADS + head) * NUM_PARTS
-    peak = float("-inf")
+    counts = heads < NUM_HEADS
+    mask = counts[:, None] & (dims < HEAD_DIM)[None, :]
+    rows = (token * NUM_HEADS + heads) * NUM_PARTS
+    peak = tl.full([HEADS], float("-inf"), tl.float32)
     for part in range(NUM_PARTS):
-        peak = tl.maximum(peak, tl.load(part_lse + row + part))
+        peak = tl.maximum(peak, tl.load(part_lse + rows + part, mask=counts, other=float("-inf")))
     if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        sink = tl.load(sinks + heads, mask=counts, other=0.0).to(tl.float32) * LOG2_E
         peak = tl.maximum(peak, sink)
     origin = tl.where(peak == float("-inf"), 0.0, peak)
-    total = 0.0
+    total = tl.zeros([HEADS], tl.float32)
     if SINKS:
         total += tl.exp2(sink - origin)
-    acc = tl.zeros([BLOCK_D], tl.float32)
+    acc = tl.zeros([HEADS, BLOCK_D], tl.float32)
     for part in range(NUM_PARTS):
-        weight = tl.exp2(tl.load(part_lse + row + part) - origin)
+        weight = tl.exp2(tl.load(part_lse + rows + part, mask=counts, other=float("-inf")) - origin)
         total += weight
-        acc += weight * tl.load(part_acc + (row + part) * HEAD_DIM + dims, mask=mask, other=0.0)
-    acc = acc / tl.where(total == 0.0, 1.0, total)
-    at = token * out_strides[0] + head * out_strides[1] + dims * out_strides[2]
+        at = (rows + part)[:, None] * HEAD_DIM + dims[None, :]
+        acc += weight[:, None] * tl.load(part_acc + at, mask=mask, other=0.0)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    at = token * out_strides[0] + (heads * out_strides[1])[:, None] + (dims * out_strides[2])[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
