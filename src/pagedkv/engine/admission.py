@@ -82,8 +82,8 @@ class Admission:
             if not aged and self._waits_for_twin(seq, match, plan):
                 self.num_twin_waits += 1
                 continue
-            needed = self._blocks_needed(seq, match) + self.margin
-            if needed <= self.manager.num_available:
+            needed = self._blocks_needed(seq, match)
+            if needed + self.margin <= self.manager.num_available:
                 yield seq
                 continue
             least_needed = min(least_needed, needed)

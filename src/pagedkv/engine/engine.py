@@ -101,8 +101,11 @@ class Engine:
 
         Returns their last outputs. The blocks are back when this returns.
         """
-        keys = [key for key, request in self._requests.items() if request.request_id == request_id]
-        return [output for key in keys for output in self.abort_key(key)]
+        return [output for key in self.keys_of(request_id) for output in self.abort_key(key)]
+
+    def keys_of(self, request_id: str) -> list[int]:
+        """The keys of the unfinished requests of that name."""
+        return [key for key, request in self._requests.items() if request.request_id == request_id]
 
     def abort_key(self, key: int) -> list[RequestOutput]:
         """As ``abort``, for the one request that ``add_request`` gave this key."""
@@ -118,6 +121,10 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """One forward pass, and the outputs of the requests that have news. Empty when nothing could run."""
+        return [output for _, output in self.step_keyed()]
+
+    def step_keyed(self) -> list[tuple[int, RequestOutput]]:
+        """As ``step``, each output with the key that ``add_request`` gave: names may be used twice, keys are not."""
         begin = self._clock()
         plan = self._schedule()
         scheduled = self._clock()
@@ -191,8 +198,14 @@ class Engine:
         except Exception as error:
             self._fail(request, f"turning tokens into text failed: {type(error).__name__}: {error}")
             return
-        if finish is not None:
+        grammar = seq.row.grammar if seq.row is not None else None
+        if grammar is not None and not grammar.accept(token_id) and finish is None:
+            self._fail(request, f"the grammar does not allow token {token_id}, which its mask did")
+        elif finish is not None:
             self._finish(seq, finish.reason, finish.stop_reason)
+        elif grammar is not None and grammar.finished:  # only the end can follow: no step is spent on it
+            seq.voice.close()
+            self._finish(seq, "stop")
         elif seq.num_output_tokens >= request.max_new_tokens:
             seq.voice.close()
             self._finish(seq, "length")
@@ -301,10 +314,10 @@ class Engine:
 
     # ---- what others see ----
 
-    def _news(self) -> list[RequestOutput]:
+    def _news(self) -> list[tuple[int, RequestOutput]]:
         changed = [r for r in self._changed.values() if r.finished or not r.final_only]
         self._changed.clear()
-        return [output_of(request) for request in changed]
+        return [(request.key, output_of(request)) for request in changed]
 
     def reset_prefix_cache(self) -> tuple[bool, int]:
         """Forgets every cached prefix. (whether all blocks are free now, how many are still in use by sequences)"""

@@ -18,6 +18,7 @@ from pagedkv.engine.params import BeamSearchParams, SamplingParams, check, check
 from pagedkv.engine.request import Request, Sequence
 from pagedkv.engine.sampler import SampleRow, encode_bad_words, request_seed
 from pagedkv.engine.stop import Voice
+from pagedkv.engine.structured import Grammar, GrammarCompiler
 from pagedkv.errors import InvalidRequest, RequestTooLong
 from pagedkv.model.tokenizer import Tokenizer
 
@@ -128,6 +129,7 @@ class Intake:
         self._scope = scope
         self._seed = seed
         self._max_num_seqs = max_num_seqs
+        self._grammars = None if tokenizer is None else GrammarCompiler(tokenizer, limits.vocab_size, self.eos_ids)
 
     def make(self, key: int, request_id: str, prompt: Prompt, params: Params, asked: Asked) -> Request:
         """A request with its root sequence, or InvalidRequest."""
@@ -177,10 +179,18 @@ class Intake:
             seed=request_seed(params, self._seed, request.key),
             eos_ids=self.eos_ids,
             bad_words=encode_bad_words(params, self.tokenizer) if self.tokenizer is not None else (),
+            grammar=self._grammar(params),
         )
         root.voice = self.voice(request)
         root.logprobs = None if params.logprobs is None else []
         request.prompt_logprobs = None if params.prompt_logprobs is None else [None]
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if params.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            raise InvalidRequest("structured_outputs: this engine has no tokenizer", field="structured_outputs")
+        return self._grammars.start(params.structured_outputs)
 
     def voice(self, request: Request) -> Voice:
         """A fresh detokeniser for one sequence of the request."""

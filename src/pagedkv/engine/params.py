@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagedkv.engine.structured import StructuredOutputsParams
 from pagedkv.errors import InvalidRequest
 
 GREEDY_TEMPERATURE = 1e-5
@@ -51,6 +52,7 @@ class SamplingParams:
     logit_bias:            id -> value in [-100, 100], added to the logit
     allowed_token_ids:     only these can be sampled
     bad_words:             strings that are not generated (matched as token sequences, with and without a space before)
+    structured_outputs:    a grammar that the whole output follows; it ends when the grammar can only end
     """
 
     n: int = 1
@@ -74,6 +76,7 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._set("n", _integer("n", self.n, 1, MAX_N))
@@ -100,6 +103,12 @@ class SamplingParams:
                 self._set(name, _integer(name, getattr(self, name), 0, MAX_LOGPROBS))
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             _boolean(name, getattr(self, name))
+        structured = self.structured_outputs
+        if structured is not None and not isinstance(structured, StructuredOutputsParams):
+            raise InvalidRequest(
+                f"structured_outputs must be StructuredOutputsParams, got {_shown(structured)}",
+                field="structured_outputs",
+            )
         self._check_length()
 
     def _check_length(self) -> None:

@@ -102,6 +102,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._templates)
 
+    @property
+    def template_takes_tools(self) -> bool:
+        """Whether a chat template would show tools to the model; one that does not name them drops them."""
+        return "tool_use" in self._templates or "tools" in self._templates.get("default", "")
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

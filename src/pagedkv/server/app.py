@@ -66,6 +66,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         lifespan=lifespan,
     )
     app.state.serving = serving
+    app.state.metrics = metrics.EngineMetrics(llm, serving.names[0])
     errors.install(app)
 
     @app.exception_handler(ModelNotServed)

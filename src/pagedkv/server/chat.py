@@ -209,9 +209,8 @@ class Answer:
 
 
 def _part(call: CallDelta) -> ToolCallReply:
-    kind = "function" if call.id is not None else None
     function = FunctionReply(name=call.name, arguments=call.arguments)
-    return ToolCallReply(index=call.index, id=call.id, type=kind, function=function)
+    return ToolCallReply(index=call.index, id=call.id, type="function" if call.id else None, function=function)
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion, responses={400: {"model": ErrorReply}})

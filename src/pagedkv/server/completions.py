@@ -24,6 +24,7 @@ from pagedkv.server.schema import (
     ErrorReply,
 )
 from pagedkv.server.serving import Delta, Serving
+from pagedkv.server.structured import with_structure
 
 router = APIRouter()
 
@@ -53,7 +54,7 @@ def parameters(body: CompletionRequest) -> flow.Params:
             raise InvalidRequest(f"{name}: {value!r} is not supported here; leave it out", field=name)
     if body.echo and body.prompt_logprobs is None and (body.logprobs is not None or body.max_tokens == 0):
         body = body.model_copy(update={"prompt_logprobs": body.logprobs or 0})
-    return flow.sampling_params(body, max_tokens=body.max_tokens, logprobs=body.logprobs)
+    return with_structure(flow.sampling_params(body, max_tokens=body.max_tokens, logprobs=body.logprobs), body)
 
 
 @dataclass

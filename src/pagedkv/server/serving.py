@@ -163,13 +163,13 @@ async def merge(sources: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int,
     try:
         open_sources = len(tasks)
         while open_sources:
-            which, item, error = await queue.get()
+            which, news, error = await queue.get()
             if error is not None:
                 raise error
-            if item is None:
+            if news is None:
                 open_sources -= 1
             else:
-                yield which, item
+                yield which, news
     finally:
         for task in tasks:
             task.cancel()
