@@ -35,10 +35,12 @@ fi
 rm -f "$VENV"/.set-up-*
 python="$VENV/bin/python"
 pip() { "$python" -m pip --disable-pip-version-check install --quiet "$@"; }
+torch_pip=pip
+if [ -t 1 ]; then torch_pip="$python -m pip --disable-pip-version-check install"; fi  # a CUDA build is 2-3 GB: show it coming
 
 say "installing $TORCH"
 pip --constraint constraints.txt pip
-pip --constraint constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$TORCH"
+$torch_pip --constraint constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$TORCH"
 "$python" - <<'PY'
 import importlib.metadata as metadata
 from pathlib import Path
