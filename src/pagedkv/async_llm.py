@@ -22,7 +22,7 @@ from pagedkv.engine.intake import Params, Prompt, read_prompt
 from pagedkv.engine.loop import EngineThread, Observer, Stream
 from pagedkv.engine.metrics import EngineStats
 from pagedkv.engine.outputs import RequestOutput
-from pagedkv.errors import QueueFull, RequestFailed
+from pagedkv.errors import InvalidRequest, QueueFull, RequestFailed
 from pagedkv.llm import Message, chat_prompt
 from pagedkv.model.config import ModelConfig
 from pagedkv.model.tokenizer import Tokenizer
@@ -124,7 +124,7 @@ class AsyncLLM:
                 yield output
         finally:
             if not ended:  # also when it was cancelled before it entered: this call comes after that one
-                self._thread.call(lambda engine: stream.key is not None and self._abort_key(engine, stream.key))
+                self._thread.call(lambda engine: self._leave(engine, stream))
 
     def chat_prompt(
         self, messages: Sequence[Message], *, cache_salt: str | None = None, tenant: str | None = None, **template: Any
@@ -155,6 +155,10 @@ class AsyncLLM:
     def abort(self, request_id: str) -> None:
         """Ends all requests of that name; their iterators end with finish_reason "abort". Unknown: nothing happens."""
         self._thread.call(lambda engine: self._abort(engine, request_id))
+
+    def abort_all(self) -> None:
+        """Ends every request; their iterators end with finish_reason "abort"."""
+        self._thread.call(self._abort_everything)
 
     def stats(self) -> EngineStats:
         """As of the last step."""
@@ -193,13 +197,23 @@ class AsyncLLM:
         for key in engine.keys_of(request_id):
             self._abort_key(engine, key)
 
+    def _abort_everything(self, engine: Engine) -> None:
+        for key in engine.all_keys:
+            self._abort_key(engine, key)
+
+    def _leave(self, engine: Engine, stream: Stream) -> None:
+        if stream.key is not None:
+            self._abort_key(engine, stream.key)
+
     def _abort_key(self, engine: Engine, key: int) -> None:
         outputs = engine.abort_key(key)
         self._thread.deliver(outputs, [key] * len(outputs))
 
 
 def joint_salt(cache_salt: str | None, tenant: str | None) -> str | None:
-    """One salt of two parts that cannot run into each other."""
+    """One salt of two parts that cannot run into each other; a salt without a tenant is no tenant's."""
+    if cache_salt is not None and not (isinstance(cache_salt, str) and cache_salt):
+        raise InvalidRequest("cache_salt must be a text that is not empty", field="cache_salt")
     if tenant is None:
-        return cache_salt
+        return None if cache_salt is None else f"-:{cache_salt}"
     return f"{len(tenant)}:{tenant}:{cache_salt or ''}"

@@ -102,7 +102,8 @@ class Admission:
 
     def _nothing_changed(self) -> bool:
         return (
-            self._seen == (self.waiting.version, self.twins.version) and self.manager.num_available < self._least_needed
+            self._seen == (self.waiting.version, self.twins.version)
+            and self.manager.num_available < self._least_needed + self.margin
         )
 
     def _has_seat(self, seats: int) -> bool:

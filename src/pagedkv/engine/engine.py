@@ -103,6 +103,11 @@ class Engine:
         """
         return [output for key in self.keys_of(request_id) for output in self.abort_key(key)]
 
+    @property
+    def all_keys(self) -> list[int]:
+        """The keys of all unfinished requests."""
+        return list(self._requests)
+
     def keys_of(self, request_id: str) -> list[int]:
         """The keys of the unfinished requests of that name."""
         return [key for key, request in self._requests.items() if request.request_id == request_id]

@@ -125,18 +125,27 @@ class Sampling:
             )
 
     def _search(self, sequences: list[Sequence], logits: Tensor, samples: Samples) -> None:
+        """Candidates of every beam; ``logits[i]`` is the row of ``sequences[i]``."""
         sane = (~logits.isnan().any(-1) & (logits.amax(-1) < torch.inf)).tolist()
+        families: dict[int, list[int]] = {}
         for i, seq in enumerate(sequences):
-            request = seq.request
-            if not sane[i]:
+            if sane[i]:
+                families.setdefault(seq.request.key, []).append(i)
+            else:
                 samples.failed[seq.age] = "the model's logits are not numbers"
-                continue
+        for members in families.values():
+            request = sequences[members[0]].request
             assert request.beam is not None
             assert isinstance(request.params, BeamSearchParams)
-            width = request.beam.width_of_candidates
-            row = logits[i : i + 1]
-            seq.candidates = top_candidates(row, width, request.params.temperature, num_ids=self._sampler.num_ids)[0]
-            samples.beams.append(seq)
+            found = top_candidates(
+                logits[torch.tensor(members, device=logits.device)],
+                request.beam.width_of_candidates,
+                request.params.temperature,
+                num_ids=self._sampler.num_ids,
+            )
+            for i, candidates in zip(members, found, strict=True):
+                sequences[i].candidates = candidates
+                samples.beams.append(sequences[i])
 
     def _score_prompt(self, index: int, chunk: Chunk, result: StepResult, samples: Samples) -> None:
         """Log-probabilities of the prompt tokens that this chunk predicts, as far as they are not known yet."""

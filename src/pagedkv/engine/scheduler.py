@@ -79,7 +79,8 @@ class Scheduler:
         for seq in self.admission.newcomers(plan):
             self._start(seq, plan)
         self._plan_prefills(plan, self.config.max_num_batched_tokens)  # what nobody else wanted
-        self._end_what_outgrew_the_pool(plan)
+        if not plan.chunks and not plan.dry and self.waiting:
+            self._unblock(plan)
         return plan
 
     def _plan_decodes(self, plan: StepPlan) -> None:
@@ -182,12 +183,19 @@ class Scheduler:
                 self.counts.prefix_hits += cached
         seq.admitted = True
 
-    def _end_what_outgrew_the_pool(self, plan: StepPlan) -> None:
-        """With nobody running, whoever still cannot come in grew to the size of the pool before it was preempted."""
-        if not self.running and self.waiting and not plan.preempted:
+    def _unblock(self, plan: StepPlan) -> None:
+        """Somebody waits and nobody can run.
+
+        Either all that runs are beams that wait for one of their own, which has no room: the newest of them makes some
+        (its candidates are known; it comes back when the search has moved on). Or nothing runs, and the oldest grew to
+        the size of the pool before it was preempted: it ends with what it has.
+        """
+        if self.running:
+            self._preempt(max(self.running, key=self._expendable), plan)
+        elif not plan.preempted:
             oldest = self.waiting.oldest
             assert oldest is not None
-            assert not self.fits_pool(oldest.num_tokens), "an empty pool must take the oldest sequence"
+            assert not self.fits_pool(oldest.num_tokens), "an empty pool takes the oldest sequence"
             plan.dry.append(oldest)
 
     # ---- what the engine decides ----
