@@ -21,6 +21,7 @@ from torch import Tensor
 from pagedkv.engine.params import SamplingParams
 
 CHUNK = 256  # columns whose weights are summed before the search looks inside
+STRETCH = 32  # columns of which only the maximum is looked at first
 WIDTHS = (64, 1024)  # largest values looked at before a whole row is sorted
 
 
@@ -44,7 +45,8 @@ def weigh(logits: Tensor, best: Tensor, inverse: Tensor) -> Tensor:
     logits float32 [D, V], best [D] (finite), inverse temperature [D] -> float32 [D, V rounded up to CHUNK], 0 past V
     """
     num_rows, num_ids = logits.shape
-    weights = logits.new_full((num_rows, -(-num_ids // CHUNK) * CHUNK), -torch.inf)
+    weights = logits.new_empty((num_rows, -(-num_ids // CHUNK) * CHUNK))
+    weights[:, num_ids:] = -torch.inf
     torch.sub(logits, best.unsqueeze(1), out=weights[:, :num_ids])
     return weights.mul_(inverse.unsqueeze(1)).exp_()
 
@@ -90,7 +92,7 @@ def keep_thresholds(
         at = open_rows
         some = logits if len(at) == len(logits) else logits[at]
         found, done = _prefix_threshold(
-            some.topk(min(width, num_ids)).values,
+            _largest(some, min(width, num_ids)),
             (best[at], inverse[at], totals[at], floor[at]),
             (top_k[at], top_p[at]),
             num_ids,
@@ -98,6 +100,19 @@ def keep_thresholds(
         least[at[done]] = torch.maximum(found, floor[at])[done]
         open_rows = at[~done]
     return least
+
+
+def _largest(logits: Tensor, number: int) -> Tensor:
+    """The ``number`` largest values of every row, descending.
+
+    They lie in the ``number`` stretches with the largest maxima, so where these are few only they are looked through.
+    """
+    whole = logits.shape[1] // STRETCH * STRETCH
+    if number > whole // STRETCH // 4:
+        return logits.topk(number).values
+    stretches = logits[:, :whole].view(len(logits), -1, STRETCH)
+    where = stretches.amax(-1).topk(number).indices.unsqueeze(-1).expand(-1, -1, STRETCH)
+    return torch.cat([stretches.gather(1, where).flatten(1), logits[:, whole:]], dim=1).topk(number).values
 
 
 def _prefix_threshold(
