@@ -27,6 +27,9 @@ class EvictionPolicy(BlockListener, Protocol):
     def clear(self) -> None:
         """Every block has left the cache."""
 
+    def idle_blocks(self) -> list[tuple[int, float]]:
+        """Every idle block, and when it became idle; O(idle blocks), for looking at."""
+
     def __contains__(self, block: object) -> bool:
         """Whether ``block`` is idle."""
 
@@ -57,6 +60,9 @@ class LRU:
 
     def pop(self) -> tuple[int, float]:
         return self._since.popitem(last=False)
+
+    def idle_blocks(self) -> list[tuple[int, float]]:
+        return list(self._since.items())
 
     def __len__(self) -> int:
         return len(self._since)

@@ -28,6 +28,8 @@ class BlockIndex:
     """What is cached, by key and by block.
 
     blocks:   dict, key -> block
+    hits:     dict, block -> how many prompts were found up to it and no further; with those of its descendants, how
+              often it was reused. What an evicted block had goes to its parent
     keys, tokens, parents: lists indexed by block; None, b"" and 0 where nothing is cached. A parent is a block, or
               the negative number of a root
     """
@@ -39,6 +41,7 @@ class BlockIndex:
         self.tokens: list[bytes] = [b""] * num_blocks
         self.parents: list[int] = [0] * num_blocks
         self.children = ChildIndex(num_blocks, self.tokens)
+        self.hits: dict[int, int] = {}
         self._media: dict[int, tuple[MediaSpan, ...]] = {}
         self._roots: dict[KeyScope, int] = {}
         self._scopes: dict[int, KeyScope] = {}
@@ -130,6 +133,9 @@ class BlockIndex:
         self.keys[block], self.tokens[block], self.parents[block] = None, b"", 0
         if self._media:
             self._media.pop(block, None)
+        hits = self.hits.pop(block, 0)
+        if hits and node >= 0:
+            self.hits[node] = self.hits.get(node, 0) + hits
         if node < 0 and not self.children.has_any(node):
             del self._roots[self._scopes.pop(node)]
         return key
@@ -139,7 +145,7 @@ class BlockIndex:
         gone = list(self.blocks.values())
         for block in gone:
             self.keys[block], self.tokens[block], self.parents[block] = None, b"", 0
-        for mapping in (self.blocks, self._media, self._roots, self._scopes):
+        for mapping in (self.blocks, self.hits, self._media, self._roots, self._scopes):
             mapping.clear()
         self.children.clear()
         return gone

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from pagedkv.cache.manager import BlockCopy
+from pagedkv.cache.pages import advise_huge_pages
 from pagedkv.errors import InvalidRequest
 
 _STORED_DTYPES = {
@@ -69,6 +70,8 @@ class KVPool:
         self.kv_cache_dtype = kv_cache_dtype
         stored = _STORED_DTYPES.get(kv_cache_dtype, dtype)
         self.data = torch.empty(shape, dtype=stored, device=device)
+        if self.data.device.type == "cpu":
+            advise_huge_pages(self.data.data_ptr(), self.data.nbytes)
         self.scales = torch.empty(shape[:-1], dtype=torch.float32, device=device) if stored in _LARGEST else None
         layers = range(num_layers)
         self.k_pool = [self.data[:, layer, 0] for layer in layers]

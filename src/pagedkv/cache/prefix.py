@@ -141,6 +141,9 @@ class PrefixCache:
         if count and read:
             self.stats.queries += len(prompt)
             self.stats.hits += match.num_cached_tokens
+            if match.blocks:
+                last = match.blocks[-1]
+                self.index.hits[last] = self.index.hits.get(last, 0) + 1
         return match.num_cached_tokens
 
     def remember(self, seq: Hashable, tokens: Sequence[int] | KeyChain) -> int:
