@@ -81,6 +81,11 @@ class AsyncLLM:
         return self._built.plan.max_model_len
 
     @property
+    def bytes_per_block(self) -> int:
+        """What one block of the pool takes, all layers, scales included."""
+        return self._built.pool.bytes_per_block
+
+    @property
     def config(self) -> EngineConfig:
         return self._built.config
 

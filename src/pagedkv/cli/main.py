@@ -13,6 +13,7 @@ import typer
 
 from pagedkv import __version__
 from pagedkv.cli.demo import demo
+from pagedkv.cli.serve import serve
 from pagedkv.errors import PagedKVError
 
 app = typer.Typer(
@@ -39,7 +40,7 @@ def root(
     """A paged KV cache with prefix caching, and a compact engine and server around it."""
 
 
-for verb in (demo,):
+for verb in (demo, serve):
     app.command()(verb)
 
 

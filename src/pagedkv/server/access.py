@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagedkv.server.serving import Serving
+from pagedkv.server.serving import Served, Serving
 
 log = logging.getLogger("pagedkv.access")
-
-
-@dataclass
-class Served:
-    """What a generation leaves for the log, at ``request.state.served``; ``ttft`` in seconds from its arrival."""
-
-    request_id: str = "-"
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    ttft: float | None = None
 
 
 class AccessLog:

@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 import pagedkv
 from pagedkv.async_llm import AsyncLLM
-from pagedkv.server import admin, chat, completions, errors, metrics
+from pagedkv.server import admin, cache_map, chat, completions, errors, metrics
 from pagedkv.server.access import AccessLog
 from pagedkv.server.auth import ApiKeys, RequireKey
 from pagedkv.server.config import ServerConfig
@@ -77,6 +77,6 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     async def draining(_: Request, __: Draining) -> JSONResponse:
         return error_response(503, "the server is shutting down", headers={"Retry-After": "5"})
 
-    for part in (completions, chat, admin, metrics):
+    for part in (completions, chat, admin, metrics, cache_map):
         app.include_router(part.router)
     return app

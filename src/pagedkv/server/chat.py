@@ -77,7 +77,7 @@ def offered_tools(body: ChatCompletionRequest) -> list[Tool]:
     return [] if choice == "none" else list(tools)
 
 
-def prompt_of(serving: Serving, body: ChatCompletionRequest) -> list[int]:
+def prompt_of(serving: Serving, request: Request, body: ChatCompletionRequest) -> list[int]:
     """The token ids of the chat; ids that this server generated come back as they were (see engine/turns)."""
     messages = plain_messages(body.messages)
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] if body.tool_choice != "none" else []
@@ -87,6 +87,8 @@ def prompt_of(serving: Serving, body: ChatCompletionRequest) -> list[int]:
         tools = []
     return serving.llm.chat_prompt(
         messages,
+        cache_salt=body.cache_salt,
+        tenant=flow.tenant_of(serving, request),
         tools=tools or None,
         add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
         continue_final_message=bool(body.continue_final_message),
@@ -111,8 +113,8 @@ class Answer:
     id: str
     model: str
     tools: frozenset[str]
+    totals: flow.Totals
     created: int = field(default_factory=lambda: int(time.time()))
-    totals: flow.Totals = field(default_factory=flow.Totals)
     _parsers: dict[int, ToolCallParser] = field(default_factory=dict)
 
     def _parse(self, delta: Delta) -> Parsed:
@@ -219,9 +221,10 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
     model = serving.check_model(body.model)
     tools = offered_tools(body)
     params = parameters(body, tools)
-    sources = flow.start(serving, request, body, [prompt_of(serving, body)], params)
+    sources = flow.start(serving, request, body, [prompt_of(serving, request, body)], params)
     names = frozenset(tool.function.name for tool in tools)
-    answer = Answer(serving, body, flow.public_id(request, body, "chatcmpl"), model, names)
+    name = flow.public_id(request, body, "chatcmpl")
+    answer = Answer(serving, body, name, model, names, flow.totals_of(request, name))
     if body.stream:
         outputs = await flow.begun(request, flow.merge(sources))
         return event_stream(answer.chunks(outputs))

@@ -66,8 +66,8 @@ class Answer:
     id: str
     model: str
     num_choices: int  # per prompt
+    totals: flow.Totals
     created: int = field(default_factory=lambda: int(time.time()))
-    totals: flow.Totals = field(default_factory=flow.Totals)
     _offsets: dict[int, TextOffsets] = field(default_factory=dict)
 
     def choice(self, delta: Delta) -> CompletionChoice:
@@ -132,7 +132,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     model = serving.check_model(body.model)
     prompts, params = prompts_of(body), parameters(body)
     sources = flow.start(serving, request, body, prompts, params)
-    answer = Answer(serving, body, flow.public_id(request, body, "cmpl"), model, body.n or 1)
+    name = flow.public_id(request, body, "cmpl")
+    answer = Answer(serving, body, name, model, body.n or 1, flow.totals_of(request, name))
     if body.stream:
         outputs = await flow.begun(request, flow.merge(sources))
         return event_stream(answer.chunks(outputs))

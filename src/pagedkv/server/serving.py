@@ -126,13 +126,22 @@ class Progress:
 
 
 class Totals:
-    """Tokens of all the engine requests behind one HTTP request; the latest output of each counts."""
+    """Tokens of all the engine requests behind one HTTP request; the latest output of each counts.
 
-    def __init__(self) -> None:
+    ``served`` is kept up to date for the access log, also when the client goes away half-way.
+    """
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
         self._latest: dict[int, RequestOutput] = {}
 
     def see(self, which: int, output: RequestOutput) -> None:
         self._latest[which] = output
+        usage, served = self.usage(), self._served
+        served.prompt_tokens, served.completion_tokens = usage.prompt_tokens, usage.completion_tokens
+        served.cached_tokens = usage.prompt_tokens_details.cached_tokens
+        if served.ttft is None:
+            served.ttft = output.metrics.time_to_first_token
 
     def usage(self) -> Usage:
         outputs = list(self._latest.values())
@@ -201,19 +210,36 @@ async def collect(sources: Sequence[AsyncIterator[RequestOutput]]) -> list[Reque
     return [last[which] for which in sorted(last)]
 
 
+def tenant_of(serving: Serving, request: Request) -> str | None:
+    """The tenant whose cached prefixes this request may share; None: everybody's."""
+    tenant: str | None = None if serving.config.share_prefixes else request.state.tenant
+    return tenant
+
+
 def start(
     serving: Serving, request: Request, body: GenerationBody, prompts: Sequence[Any], params: Params
 ) -> list[AsyncIterator[RequestOutput]]:
     """One engine request per prompt. Nothing runs before its iterator is asked."""
     if serving.draining:
         raise Draining
-    tenant = None if serving.config.share_prefixes else request.state.tenant
+    tenant = tenant_of(serving, request)
     return [
         serving.llm.generate(
             prompt, params, new_id("req"), priority=body.priority or 0, cache_salt=body.cache_salt, tenant=tenant
         )
         for prompt in prompts
     ]
+
+
+@dataclass
+class Served:
+    """What one HTTP request leaves for the access log, at ``request.state.served``; ``ttft`` in seconds."""
+
+    request_id: str = "-"
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    ttft: float | None = None
 
 
 class Draining(Exception):  # noqa: N818  (a state of the server, answered with a 503)
@@ -240,3 +266,10 @@ async def begun(
 
 async def _next(outputs: AsyncIterator[tuple[int, RequestOutput]]) -> tuple[int, RequestOutput] | None:
     return await anext(outputs, None)
+
+
+def totals_of(request: Request, name: str) -> Totals:
+    """The counts of a request that answers under ``name``, which the access log shows."""
+    served: Served = request.state.served
+    served.request_id = name
+    return Totals(served)
