@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from lone_beams import Model, search
 from torch import Tensor
 
-from pagedkv.engine.beam import BeamSearch, Hypothesis, top_candidates
+from pagedkv.engine.beam import BeamSearch, top_candidates
 from pagedkv.engine.params import BeamSearchParams
 
-Model = Callable[[Sequence[int]], Tensor]  # new tokens so far -> logits float32 [V]
 Scored = tuple[list[int], float]
 
 
@@ -30,19 +30,6 @@ def fake_model(vocab: int, seed: int = 0, eos_bonus: float = 0.0, eos: Sequence[
         return values
 
     return logits
-
-
-def search(model: Model, params: BeamSearchParams, eos: Sequence[int] = ()) -> list[Hypothesis]:
-    """Drives the policy as the engine does, with lists of tokens in place of block tables."""
-    beam = BeamSearch(params, eos, params.max_tokens)
-    running: list[list[int]] = [[]]
-    while running:
-        logits = torch.stack([model(tokens) for tokens in running])
-        moves = beam.step(top_candidates(logits, beam.width_of_candidates, params.temperature))
-        assert len(moves) <= params.beam_width
-        running = [[*running[move.parent], move.token_id] for move in moves]
-        assert len({tuple(tokens) for tokens in running}) == len(running)  # no beam twice
-    return beam.hypotheses()
 
 
 def plain_beam(
