@@ -71,6 +71,7 @@ class Admission:
             aged = self.waiting.aged()
             seq = aged or ordered.popleft()
             if seq.status is not Status.WAITING or seq in plan.preempted:
+                least_needed = 0  # it was not asked: look again in the next step
                 if aged:
                     break
                 continue
