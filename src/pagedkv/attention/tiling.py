@@ -64,7 +64,8 @@ def decode_tiling(gpu: Gpu, group: int, head_dim: int, compute_bytes: int, quant
         return Tiling(rows=1, tile=32 if wide <= 256 else 16, num_warps=4, num_stages=2)
     rows = max(16, next_power_of_two(group))
     tile = 64 if wide <= 256 and rows <= 64 and not (gpu.amd and quantised) else 32 if wide <= 512 else 16
-    return Tiling(rows, tile, num_warps=4, num_stages=2 if gpu.amd else 5 if wide <= 256 else 3)
+    warps = 8 if wide > 512 and not gpu.amd else 4
+    return Tiling(rows, tile, warps, num_stages=2 if gpu.amd else 5 if wide <= 256 else 3)
 
 
 def prefill_tiling(
@@ -72,15 +73,25 @@ def prefill_tiling(
 ) -> Tiling:
     """Tile for up to ``max_query_len`` query tokens of one sequence with ``group`` heads each.
 
-    Short chunks take small tiles, so that a mixed batch of decodes does not multiply padding.
+    Short chunks take small tiles, so that a mixed batch of decodes does not multiply padding. float32 products go
+    through the matrix unit in three passes, whose operands leave room for small tiles only.
     """
     wide = padded(head_dim) * compute_bytes
+    if compute_bytes == 4:
+        most, tile = (32, 32) if wide <= 512 else (16, 16)
+    else:
+        roomy = gpu.capability >= 90 or not (quantised or gpu.amd)
+        most, tile = (128, 64 if roomy else 32) if wide <= 256 else (64, 32)
     least = max(16, next_power_of_two(group))
-    most = max(least, 128 if wide <= 256 else 64 if wide <= 512 else 16)
-    rows = min(max(next_power_of_two(max(1, max_query_len) * group), least), most)
-    roomy = gpu.capability >= 90 or (not quantised and not gpu.amd)
-    tile = 64 if wide <= 256 and roomy else 32 if wide <= 512 else 16
-    return Tiling(rows, tile, num_warps=8 if rows >= 128 and not gpu.amd else 4, num_stages=2)
+    rows = min(max(next_power_of_two(max(1, max_query_len) * group), least), max(most, least))
+    return Tiling(rows, tile, num_warps=8 if rows * wide > 64 * 256 and not gpu.amd else 4, num_stages=2)
+
+
+def shared_tiling(gpu: Gpu, group: int, head_dim: int, compute_bytes: int, quantised: bool, num_seqs: int) -> Tiling:
+    """Tile for the heads of up to ``num_seqs`` sequences that share a prefix: prefill's, but of 64 rows where it fits."""
+    tiling = prefill_tiling(gpu, group, head_dim, compute_bytes, quantised, num_seqs)
+    rows = max(min(tiling.rows, 64), next_power_of_two(group))
+    return Tiling(rows, tiling.tile, tiling.num_warps, tiling.num_stages)
 
 
 def num_splits(num_programs: int, span: int, tile: int, num_multiprocessors: int) -> int:

@@ -61,6 +61,7 @@ def decode_kernel(
     SINKS: tl.constexpr,
     KV_FORMAT: tl.constexpr,
     COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Grid (B, Hkv, NUM_SPLITS). ROWS is GROUP rounded up to what a matrix unit takes, or 1.
 
@@ -96,7 +97,7 @@ def decode_kernel(
     peak, total, acc = attend(
         queries, peak, total, acc, ends, ends, start, stop, table, kv_head,
         k_pool, v_pool, k_scale, v_scale, k_strides, v_strides, scale_strides, scale, softcap,
-        ROWS, TILE, HEAD_DIM, BLOCK_D, BLOCK_SIZE, False, SOFTCAP, KV_FORMAT, MASKED=True,
+        ROWS, TILE, HEAD_DIM, BLOCK_D, BLOCK_SIZE, False, SOFTCAP, KV_FORMAT, PRECISION, MASKED=True,
     )  # fmt: skip
     finish(
         peak, total, acc, tokens, heads, counts, out, out_strides, part_acc, part_lse, FIRST_PART + split, sinks,

@@ -27,6 +27,7 @@ from pagedkv.attention.tiling import (
     num_splits,
     padded,
     prefill_tiling,
+    shared_tiling,
 )
 from pagedkv.attention.triton_decode import decode_kernel
 from pagedkv.attention.triton_merge import merge_kernel
@@ -188,7 +189,7 @@ class AttentionCall:
 
     def _decode_with(self, shared: SharedPrefixes) -> list[Launch]:
         num_groups = shared.group_start.shape[0] - 1
-        tiling = prefill_tiling(*self._kind(), self.batch.num_seqs)
+        tiling = shared_tiling(*self._kind(), self.batch.num_seqs)
         num_tiles = self.batch.num_seqs // (tiling.rows // self.group) + num_groups
         first = self._num_splits(num_tiles, shared.longest, tiling)
         own_tiling = decode_tiling(*self._kind())
@@ -274,6 +275,7 @@ class AttentionCall:
             "SOFTCAP": self.softcap is not None,
             "KV_FORMAT": self.pool.kv_format,
             "COMPUTE": _compute_type(self.q.dtype),
+            "PRECISION": "ieee" if self.gpu.amd else "tf32x3",  # of float32 products; others have one way only
         }
 
     def _result(self, parts: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Any]:

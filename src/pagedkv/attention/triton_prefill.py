@@ -71,6 +71,7 @@ def prefill_kernel(
     SINKS: tl.constexpr,
     KV_FORMAT: tl.constexpr,
     COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Grid (T // TOKENS + B, Hkv, NUM_SPLITS) with TOKENS = ROWS // GROUP query tokens to a tile."""
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -112,12 +113,12 @@ def prefill_kernel(
         peak, total, acc = attend(
             queries, peak, total, acc, begins, ends, start, seen_by_all, table, kv_head,
             k_pool, v_pool, k_scale, v_scale, k_strides, v_strides, scale_strides, scale, softcap,
-            ROWS, TILE, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW > 0, SOFTCAP, KV_FORMAT, MASKED=False,
+            ROWS, TILE, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW > 0, SOFTCAP, KV_FORMAT, PRECISION, MASKED=False,
         )  # fmt: skip
     peak, total, acc = attend(
         queries, peak, total, acc, begins, ends, seen_by_all, stop, table, kv_head,
         k_pool, v_pool, k_scale, v_scale, k_strides, v_strides, scale_strides, scale, softcap,
-        ROWS, TILE, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW > 0, SOFTCAP, KV_FORMAT, MASKED=True,
+        ROWS, TILE, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW > 0, SOFTCAP, KV_FORMAT, PRECISION, MASKED=True,
     )  # fmt: skip
     finish(
         peak, total, acc, tokens, heads, counts, out, out_strides, part_acc, part_lse, split, sinks,

@@ -54,6 +54,7 @@ def shared_prefix_kernel(
     SOFTCAP: tl.constexpr,
     KV_FORMAT: tl.constexpr,
     COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Grid (B // SEQS + num_groups, Hkv, NUM_SPLITS) with SEQS = ROWS // GROUP sequences to a tile.
 
@@ -97,7 +98,7 @@ def shared_prefix_kernel(
     peak, total, acc = attend(
         queries, peak, total, acc, begins, ends, start, stop, table, kv_head,
         k_pool, v_pool, k_scale, v_scale, k_strides, v_strides, scale_strides, scale, softcap,
-        ROWS, TILE, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW > 0, SOFTCAP, KV_FORMAT, MASKED=True,
+        ROWS, TILE, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW > 0, SOFTCAP, KV_FORMAT, PRECISION, MASKED=True,
     )  # fmt: skip
     finish(
         peak, total, acc, tokens, heads, counts, part_acc, q_strides, part_acc, part_lse, split, part_acc,

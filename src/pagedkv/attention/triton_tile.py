@@ -46,20 +46,20 @@ def load_tile(pointers, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl
 
 
 @triton.jit
-def rows_by_columns(a, b, ROWS: tl.constexpr):
+def rows_by_columns(a, b, ROWS: tl.constexpr, PRECISION: tl.constexpr):
     """a [ROWS, D] times b [TILE, D] transposed -> [ROWS, TILE] in float32. One row is too few for a matrix unit."""
     if ROWS >= 16:
-        product = tl.dot(a, tl.trans(b), input_precision="ieee")
+        product = tl.dot(a, tl.trans(b), input_precision=PRECISION)
     else:
         product = tl.sum(a[:, None, :].to(tl.float32) * b[None, :, :].to(tl.float32), axis=2)
     return product
 
 
 @triton.jit
-def weights_by_rows(p, v, acc, ROWS: tl.constexpr):
+def weights_by_rows(p, v, acc, ROWS: tl.constexpr, PRECISION: tl.constexpr):
     """acc [ROWS, D] plus p [ROWS, TILE] times v [TILE, D], in float32."""
     if ROWS >= 16:
-        result = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+        result = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     else:
         result = acc + tl.sum(p[:, :, None] * v[None, :, :].to(tl.float32), axis=1)
     return result
@@ -101,6 +101,7 @@ def attend(
     WINDOWED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     KV_FORMAT: tl.constexpr,
+    PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Take positions [start, stop) of one sequence into the state (peak, total, acc) of ROWS query rows.
@@ -125,7 +126,7 @@ def attend(
         k_at = (blocks * k_strides[0] + slots * k_strides[2])[:, None] + (dims * k_strides[3])[None, :]
         v_at = (blocks * v_strides[0] + slots * v_strides[2])[:, None] + (dims * v_strides[3])[None, :]
 
-        scores = rows_by_columns(q, load_tile(k_pool + k_at, q.dtype, HEAD_DIM, BLOCK_D, KV_FORMAT), ROWS)
+        scores = rows_by_columns(q, load_tile(k_pool + k_at, q.dtype, HEAD_DIM, BLOCK_D, KV_FORMAT), ROWS, PRECISION)
         if KV_FORMAT != "plain":
             scale_at = blocks * scale_strides[0] + slots * scale_strides[2]
             scores *= tl.load(k_scale + scale_at)[None, :]
@@ -147,6 +148,6 @@ def attend(
         if KV_FORMAT != "plain":
             weights *= tl.load(v_scale + scale_at)[None, :]
         v = load_tile(v_pool + v_at, q.dtype, HEAD_DIM, BLOCK_D, KV_FORMAT)
-        acc = weights_by_rows(weights, v, acc * fade[:, None], ROWS)
+        acc = weights_by_rows(weights, v, acc * fade[:, None], ROWS, PRECISION)
         peak = new_peak
     return peak, total, acc

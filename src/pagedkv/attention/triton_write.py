@@ -45,14 +45,17 @@ def store_rows(values, pool, at, mask, scale, scale_at, scale_mask, KV_FORMAT: t
     else:
         # the arithmetic of reference.quantise, step by step, so that both store the same bytes
         limit = INT8_MAX if KV_FORMAT == "int8" else E4M3_MAX
-        values = tl.minimum(tl.maximum(values.to(tl.float32), -FLOAT_MAX), FLOAT_MAX, propagate_nan=tl.PropagateNan.ALL)
-        largest = tl.max(tl.abs(values), axis=1)
+        values = values.to(tl.float32)
+        broken = tl.max((values != values).to(tl.int32), axis=1) > 0
+        sizes = tl.minimum(tl.abs(tl.where(broken[:, None], 0.0, values)), FLOAT_MAX)
+        largest = tl.max(sizes, axis=1)
         limits = tl.zeros_like(largest) + limit
         factor = tl.where(largest > 0.0, tl.div_rn(limits, tl.where(largest > 0.0, largest, 1.0)), 0.0)
         factor = tl.where(factor == float("inf"), 0.0, factor)
-        scaled = values * factor[:, None]
-        scaled = tl.where(scaled == scaled, tl.minimum(tl.maximum(scaled, -limit), limit), 0.0)
-        step = tl.div_rn(largest, limits)
+        scaled = tl.minimum(sizes * factor[:, None], limit)
+        sign = tl.where(values == values, values, 0.0).to(tl.int32, bitcast=True) & -2147483648
+        scaled = (scaled.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        step = tl.where(broken, float("nan"), tl.div_rn(largest, limits))  # a NaN shows in the scale
         if KV_FORMAT == "int8":
             tl.store(pool + at, to_int8(scaled), mask=mask)
         else:
