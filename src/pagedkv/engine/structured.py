@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from pagedkv.errors import InvalidRequest
 
 MAX_GRAMMAR_CHARS = 1 << 18
+# One way to space JSON, the one that json.dumps has: where any white space may come, small models write it without end.
+JSON_STYLE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _MISSING = "structured_outputs: needs llguidance, which is not installed: pip install 'pagedkv[structured]'"
 
 
@@ -63,9 +65,9 @@ class StructuredOutputsParams:
 
         if self.json is not None:
             schema = self.json if isinstance(self.json, str) else json.dumps(self.json)
-            source = LLMatcher.grammar_from_json_schema(schema)
+            source = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)
         elif self.json_object:
-            source = LLMatcher.grammar_from_json_schema('{"type": "object"}')
+            source = LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=JSON_STYLE)
         elif self.regex is not None:
             source = LLMatcher.grammar_from_regex(self.regex)
         elif self.choice is not None:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagedkv.engine.structured import JSON_STYLE
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
@@ -181,7 +183,7 @@ def call_grammar(tools: Sequence[dict[str, Any]]) -> str:
     rules = [f"start: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
     for i, tool in enumerate(tools):
         function = tool["function"]
-        schema = json.dumps(function.get("parameters") or {"type": "object"})
+        schema = json.dumps({**(function.get("parameters") or {"type": "object"}), "x-guidance": JSON_STYLE})
         head = json.dumps(f'{OPEN}\n{{"name": {json.dumps(function["name"])}, "arguments": ')
         rules.append(f"call_{i}: {head} args_{i} {json.dumps('}' + chr(10) + CLOSE)}")
         rules.append(f"args_{i}: %json {schema}")

@@ -1,0 +1,5 @@
+"""``python -m pagedkv`` is ``pagedkv``."""
+
+from pagedkv.cli.main import main
+
+main()

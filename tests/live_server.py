@@ -1,0 +1,60 @@
+"""What tests of the server share: a running one, and how a client reads a stream of events."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from pagedkv.async_llm import AsyncLLM
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 128
+
+
+@dataclass
+class Live:
+    """``http``: a client without a key. ``llm``: the engine behind it."""
+
+    url: str
+    http: httpx.Client
+    llm: AsyncLLM
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.http.post(path, json=body)
+
+    def complete(self, prompt: Any = "The cache keeps", **fields: Any) -> dict[str, Any]:
+        response = self.post("/v1/completions", prompt=prompt, **{"max_tokens": 6, "temperature": 0, **fields})
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def settle(self) -> None:
+        """Waits until nothing runs, then checks that every block is free or only cached."""
+        for _ in range(400):
+            stats = self.llm.stats()
+            if not (stats.num_running or stats.num_waiting):
+                break
+            time.sleep(0.01)
+        assert (stats.num_running, stats.num_waiting, stats.blocks_in_use) == (0, 0, 0)
+        assert stats.blocks_free + stats.blocks_cached == stats.num_blocks
+
+
+def read_events(live: Live, path: str, **body: Any) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a stream, which must end with [DONE]."""
+    done = False
+    with live.http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        for line in response.iter_lines():
+            if line.startswith("data: "):
+                assert not done
+                if line == "data: [DONE]":
+                    done = True
+                else:
+                    yield json.loads(line[len("data: ") :])
+    assert done
