@@ -158,3 +158,14 @@ def test_a_search_ends_at_the_context(directory: Path) -> None:
     short = LLM(str(directory), block_size=BLOCK, num_gpu_blocks_override=100, max_model_len=len(PROMPT) + 3)
     output = short.beam_search([PROMPT], BeamSearchParams(4, 50, ignore_eos=True), use_tqdm=False)[0]
     assert [(len(one.token_ids), one.finish_reason) for one in output.outputs] == [(3, "length")] * 4
+
+
+def test_b30_more_beams_than_seats(directory: Path, llm: LLM) -> None:
+    """Beams take turns on two seats; what has its candidates makes room for what has not."""
+    seats = LLM(str(directory), block_size=BLOCK, num_gpu_blocks_override=12, max_model_len=40, max_num_seqs=2)
+    params = BeamSearchParams(8, 6, ignore_eos=True)
+    expected = llm.beam_search([PROMPT[:5]], params, use_tqdm=False)[0]
+    found = seats.beam_search([PROMPT[:5]], params, use_tqdm=False)[0]
+    assert [o.token_ids for o in found.outputs] == [o.token_ids for o in expected.outputs]
+    assert [o.score for o in found.outputs] == [o.score for o in expected.outputs]
+    assert_nothing_is_held(seats)

@@ -78,6 +78,7 @@ class Admission:
             if not self._has_seat(seq.num_seats) or not self._has_budget(seq, plan):
                 if aged or plan.num_tokens >= self.config.max_num_batched_tokens:
                     return
+                least_needed = 0  # not for want of room
                 continue
             match = self._match(seq)
             if not aged and self._waits_for_twin(seq, match, plan):
