@@ -10,6 +10,7 @@
 namespace nb = nanobind;
 
 void register_attention(nb::module_& m);
+void register_product(nb::module_& m);
 
 namespace {
 
@@ -38,4 +39,5 @@ NB_MODULE(_native, m) {
   m.def("force_instruction_set", [](const std::string& name) { pagedkv::force_isa(name.c_str()); }, nb::arg("name"),
         "for tests; an empty name returns to the choice by cpuid");
   register_attention(m);
+  register_product(m);
 }

@@ -1,9 +1,11 @@
 # The kernels: which files, and the flags of each instruction set. Included by the package's build and by the
 # stand-alone drivers (sanitizers, cross builds), so that all compile the same thing.
 set(PAGEDKV_SOURCE ${CMAKE_CURRENT_LIST_DIR})
-set(PAGEDKV_BINDINGS ${PAGEDKV_SOURCE}/bindings.cpp ${PAGEDKV_SOURCE}/bindings_attention.cpp)
-set(PAGEDKV_TOPICS attention)  # each has <topic>.cpp and one <topic>_<isa>.cpp per instruction set
-set(PAGEDKV_KERNELS ${PAGEDKV_SOURCE}/dispatch.cpp ${PAGEDKV_SOURCE}/attention_plan.cpp)
+set(PAGEDKV_BINDINGS ${PAGEDKV_SOURCE}/bindings.cpp ${PAGEDKV_SOURCE}/bindings_attention.cpp
+    ${PAGEDKV_SOURCE}/bindings_product.cpp)
+set(PAGEDKV_TOPICS attention product elementwise)  # each has <topic>.cpp and one <topic>_<isa>.cpp per instruction set
+set(PAGEDKV_KERNELS ${PAGEDKV_SOURCE}/dispatch.cpp ${PAGEDKV_SOURCE}/attention_plan.cpp
+    ${PAGEDKV_SOURCE}/decoder.cpp ${PAGEDKV_SOURCE}/product_pack.cpp)
 
 # -ffp-contract=off: a product and a sum are fused only where the code says so, so results are well defined.
 # -fno-strict-aliasing: packed buffers are dwords that hold one float or two bf16.

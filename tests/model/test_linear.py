@@ -53,10 +53,11 @@ def test_a_row_has_the_same_bits_in_every_batch(backend: str, dtype: torch.dtype
         torch.set_num_threads(threads)
 
 
-def test_only_the_packed_weight_stays_in_memory() -> None:
+@pytest.mark.parametrize("backend", ["native", "onednn"])
+def test_only_the_packed_weight_stays_in_memory(backend: str) -> None:
     weight, _, _ = tensors(64, 64, 1, torch.bfloat16)
     gone = weakref.ref(weight)
-    layer = make_linear(weight, dtype=torch.bfloat16, backend="onednn")
+    layer = make_linear(weight, dtype=torch.bfloat16, backend=backend)
     assert layer.nbytes == 64 * 64 * 2
     del weight
     gc.collect()
@@ -67,8 +68,9 @@ def test_a_backend_asked_for_by_name_is_never_replaced() -> None:
     weight = torch.zeros(4, 4)
     with pytest.raises(BackendUnavailable, match="'fastest' does not exist"):
         make_linear(weight, dtype=torch.float32, backend="fastest")
-    with pytest.raises(BackendUnavailable, match="float16"):
-        make_linear(weight, dtype=torch.float16, backend="onednn")
+    for backend in ("native", "onednn"):
+        with pytest.raises(BackendUnavailable, match=f"{backend}.*float16"):
+            make_linear(weight, dtype=torch.float16, backend=backend)
     assert not make_linear(weight, dtype=torch.float16).exact
 
 

@@ -1,0 +1,7 @@
+#define PAGEDKV_LANES lanes_avx512
+#include "elementwise_kernel.hpp"
+
+namespace pagedkv {
+extern const ElementwiseKernels elementwise_avx512;
+const ElementwiseKernels elementwise_avx512 = lanes_avx512::kElementwise;
+}  // namespace pagedkv

@@ -1,0 +1,7 @@
+#define PAGEDKV_LANES lanes_avx512bf16
+#include "elementwise_kernel.hpp"
+
+namespace pagedkv {
+extern const ElementwiseKernels elementwise_avx512bf16;
+const ElementwiseKernels elementwise_avx512bf16 = lanes_avx512bf16::kElementwise;
+}  // namespace pagedkv

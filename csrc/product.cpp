@@ -1,0 +1,48 @@
+#include "product.hpp"
+
+#include <omp.h>
+
+#include <vector>
+
+#include "isa.hpp"
+
+namespace pagedkv {
+
+extern const ProductKernels product_generic;
+#if defined(PAGEDKV_X86)
+extern const ProductKernels product_avx2, product_avx512, product_avx512bf16;
+#elif defined(PAGEDKV_ARM64)
+extern const ProductKernels product_neon;
+#endif
+
+const ProductKernels& product_kernels() {
+  switch (isa()) {
+#if defined(PAGEDKV_X86)
+    case Isa::avx512bf16: return product_avx512bf16;
+    case Isa::avx512: return product_avx512;
+    case Isa::avx2: return product_avx2;
+#elif defined(PAGEDKV_ARM64)
+    case Isa::neon: return product_neon;
+#endif
+    default: return product_generic;
+  }
+}
+
+size_t scratch_bytes(const Weight& weight) {
+  if (weight.kind != WeightKind::int4_offset) return 0;
+  const auto bytes = static_cast<size_t>(kRowBlock * (weight.depth / kGroup)) * sizeof(float);
+  return (bytes + 63) / 64 * 64;
+}
+
+void multiply(const Product& product, int threads) {
+  const ProductFn run = product_of(product.weight.kind);
+  const size_t each = scratch_bytes(product.weight) / sizeof(float);
+  std::vector<float> scratch(each * static_cast<size_t>(threads));
+#pragma omp parallel num_threads(threads)
+  {
+    const int part = omp_get_thread_num();
+    run(product, part, omp_get_num_threads(), scratch.data() + each * static_cast<size_t>(part));
+  }
+}
+
+}  // namespace pagedkv

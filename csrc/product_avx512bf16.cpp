@@ -1,0 +1,7 @@
+#define PAGEDKV_LANES lanes_avx512bf16
+#include "product_table.hpp"
+
+namespace pagedkv {
+extern const ProductKernels product_avx512bf16;
+const ProductKernels product_avx512bf16 = lanes_avx512bf16::kProducts;
+}  // namespace pagedkv

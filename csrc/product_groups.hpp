@@ -1,0 +1,77 @@
+// Products with weights of four and eight bits (see product.hpp for their order in memory).
+//
+// The integers are widened to bf16 on their way from memory into registers, once per tile of rows: a permute does it
+// beside the dot products, so widening a panel into a buffer first was slower at every number of rows
+// (docs/log.md, Products). The scratch of a part holds the sums of x over each group, for kinds with an offset.
+#pragma once
+#include "product_kernel.hpp"
+
+namespace pagedkv::PAGEDKV_LANES {
+
+template <WeightKind kind>
+struct Groups {
+  static constexpr int kRows = kGroupTileRows;
+  static constexpr int kMaxPanels = 1;
+  static constexpr bool kOffset = kind == WeightKind::int4_offset;
+
+  // Sums of x over each group, for rows top .. bottom.
+  static void begin_rows(const Product& product, int64_t top, int64_t bottom, void* scratch) {
+    if (!kOffset) return;
+    float* sums = static_cast<float*>(scratch);
+    for (int64_t row = top; row < bottom; ++row) {
+      const uint16_t* x = static_cast<const uint16_t*>(product.x) + row * product.stride;
+      for (int64_t k = 0; k < product.weight.depth; k += kGroup)
+        *sums++ = sum(add(load_bf16(x + k), load_bf16(x + k + 16)));
+    }
+  }
+
+  template <int R, int P>
+  static void tile(const Product& product, const Place& at) {
+    static_assert(P == 1, "one panel at a time");
+    const Weight& weight = product.weight;
+    const Table table = make_table(kind == WeightKind::int4 ? -8 : 0);
+    const int64_t groups = weight.depth / kGroup;
+    const uint16_t* x = static_cast<const uint16_t*>(product.x) + at.row * product.stride;
+    const float* sums = static_cast<const float*>(at.scratch) + (at.row - at.top) * groups;
+    const uint8_t* group = weight.data + at.panel * weight.panel_bytes();
+    Lanes acc[R][2];
+    for (auto& of_row : acc) of_row[0] = of_row[1] = zero();
+    for (int64_t g = 0; g < groups; ++g, group += group_bytes(kind), x += kGroup) {
+      for (int64_t line = 0; line < group_bytes(kind); line += 64) __builtin_prefetch(group + kAheadBytes + line);
+      Lanes part[R][2];
+      for (auto& of_row : part) of_row[0] = of_row[1] = zero();
+#pragma GCC unroll 16
+      for (int j = 0; j < kGroup / 2; ++j) {
+        const Pairs low = pairs(group, j, 0, table), high = pairs(group, j, 1, table);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+          const uint32_t pair = pair_at(x + r * product.stride, 2 * j);
+          part[r][0] = dot(part[r][0], low, pair);
+          part[r][1] = dot(part[r][1], high, pair);
+        }
+      }
+      const auto* factors = reinterpret_cast<const uint16_t*>(group + integer_bytes(kind));
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        const Lanes factor = load_f16(factors + 16 * h);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) acc[r][h] = fma(part[r][h], factor, acc[r][h]);
+        if constexpr (kOffset) {
+          const Lanes offset = load_f16(factors + kPanel + 16 * h);
+#pragma GCC unroll 12
+          for (int r = 0; r < R; ++r) acc[r][h] = fma(broadcast(sums[r * groups + g]), offset, acc[r][h]);
+        }
+      }
+    }
+    for (int r = 0; r < R; ++r) finish(product, at.row + r, at.panel, acc[r][0], acc[r][1]);
+  }
+
+ private:
+  // Pair j of half h of a group.
+  static Pairs pairs(const uint8_t* group, int j, int h, const Table& table) {
+    if constexpr (kind == WeightKind::int8) return bytes(reinterpret_cast<const int8_t*>(group) + (h * 16 + j) * 32);
+    return nibbles(group + h * 256 + j / 4 * 64, j % 4, table);
+  }
+};
+
+}  // namespace pagedkv::PAGEDKV_LANES
