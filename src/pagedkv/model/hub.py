@@ -56,7 +56,7 @@ def resolve(name: str | Path, *, revision: str | None = None, weights: bool = Tr
     text = str(name)
     path = Path(text).expanduser()
     if path.is_dir():
-        return _in_directory(text, path)
+        return _in_directory(text, path, None, weights)
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ModelNotFound(f"{text}: there is no such file")
@@ -68,15 +68,16 @@ def resolve(name: str | Path, *, revision: str | None = None, weights: bool = Tr
     return _from_hub(text, revision, weights)
 
 
-def _in_directory(name: str, path: Path, revision: str | None = None, *, weights: bool = True) -> ModelFiles:
-    if (path / "config.json").is_file():
-        if not weights:
-            return ModelFiles(name, path, (), None, revision)
-        if (path / _INDEX).is_file():
-            shards = sorted(set(map(str, dict(read_json(path / _INDEX).get("weight_map", {})).values())))
-            return ModelFiles(name, path, tuple(path / shard for shard in shards), path / _INDEX, revision)
-        if (path / _SINGLE).is_file():
-            return ModelFiles(name, path, (path / _SINGLE,), None, revision)
+def _in_directory(name: str, path: Path, revision: str | None, weights: bool) -> ModelFiles:
+    has_config = (path / "config.json").is_file()
+    if not weights and (has_config or (path / "tokenizer.json").is_file()):
+        return ModelFiles(name, path, (), None, revision)
+    if has_config and (path / _INDEX).is_file():
+        shards = sorted(set(map(str, dict(read_json(path / _INDEX).get("weight_map", {})).values())))
+        return ModelFiles(name, path, tuple(path / shard for shard in shards), path / _INDEX, revision)
+    if has_config and (path / _SINGLE).is_file():
+        return ModelFiles(name, path, (path / _SINGLE,), None, revision)
+    if has_config:
         raise ModelNotFound(f"{name} has a config.json, but neither {_SINGLE} nor {_INDEX}")
     found = sorted(p for p in path.glob("*.gguf") if not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", p.name))
     if len(found) == 1:
@@ -106,4 +107,4 @@ def _from_hub(name: str, revision: str | None, weights: bool) -> ModelFiles:
         raise ModelNotFound(
             f"{name} is no local directory or .gguf file and could not be had from the Hugging Face hub: {reason}"
         ) from error
-    return _in_directory(name, path, path.name, weights=weights)
+    return _in_directory(name, path, path.name, weights)
