@@ -238,7 +238,13 @@ def _loops_over_content(tree: jinja2.nodes.Template) -> bool:
         return isinstance(node, nodes.Name) and node.name in aliases
 
     aliases: set[str] = set()
+    macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
     for assign in tree.find_all(nodes.Assign):
         if isinstance(assign.target, nodes.Name) and is_content(assign.node):
             aliases.add(assign.target.name)
+    for call in tree.find_all(nodes.Call):  # a macro that is handed the content knows it by another name
+        macro = macros.get(call.node.name) if isinstance(call.node, nodes.Name) else None
+        if macro is not None:
+            given = zip(macro.args, call.args, strict=False)
+            aliases.update(parameter.name for parameter, value in given if is_content(value))
     return any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
