@@ -28,6 +28,7 @@ class EngineOptions(TypedDict, total=False):
     seed: int
     max_model_len: int | None
     attention_backend: str
+    enforce_eager: bool
     quantization: str | None
     block_size: int
     gpu_memory_utilization: float
@@ -147,6 +148,7 @@ class EngineConfig:
     max_model_len: tokens a sequence may have, prompt and output together. None: what the model was trained for, lowered
                    to what the pool holds; a number that the pool cannot hold is an error.
     seed:          where requests that bring no seed of their own get theirs from
+    enforce_eager: on a GPU, launch every kernel of a decode step anew in place of replaying a recorded CUDA graph
     """
 
     model: str
@@ -157,6 +159,7 @@ class EngineConfig:
     seed: int = 0
     max_model_len: int | None = None
     attention_backend: str = "auto"
+    enforce_eager: bool = False
     quantization: str | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -168,6 +171,7 @@ class EngineConfig:
         for name in ("device", "attention_backend"):
             _check_text(self, name, optional=False)
         _check_choice(self, "dtype", Dtype)
+        _check_bool(self, "enforce_eager")
         _check_int(self, "seed", 0, 2**63 - 1)
         _check_int(self, "max_model_len", 1, optional=True)
 

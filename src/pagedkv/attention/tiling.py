@@ -84,7 +84,8 @@ def prefill_tiling(
         most, tile = (128, 64 if roomy else 32) if wide <= 256 else (64, 32)
     least = max(16, next_power_of_two(group))
     rows = min(max(next_power_of_two(max(1, max_query_len) * group), least), max(most, least))
-    return Tiling(rows, tile, num_warps=8 if rows * wide > 64 * 256 and not gpu.amd else 4, num_stages=2)
+    warps = 8 if (rows >= 128 or rows * wide > 64 * 256) and not gpu.amd else 4
+    return Tiling(rows, tile, warps, num_stages=2)
 
 
 def shared_tiling(gpu: Gpu, group: int, head_dim: int, compute_bytes: int, quantised: bool, num_seqs: int) -> Tiling:

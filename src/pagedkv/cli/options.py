@@ -45,6 +45,13 @@ ENGINE_FLAGS = (
     _flag("seed", int, _MODEL, "Where requests without a seed get theirs from; 0."),
     _flag("max_model_len", int, _MODEL, "Tokens of a sequence, prompt and output together."),
     _flag("attention_backend", str, _MODEL, "auto (default), native, triton or reference."),
+    _flag(
+        "enforce_eager",
+        bool,
+        _MODEL,
+        "On a GPU, launch each kernel anew in place of CUDA graphs.",
+        spelled="--enforce-eager/--no-enforce-eager",
+    ),
     _flag("block_size", int, _CACHE, "Tokens a block holds; 16."),
     _flag("kv_cache_memory_bytes", int, _CACHE, "Size of the pool: 512MiB, 2GiB.", parser=parse_bytes, metavar="SIZE"),
     _flag("num_gpu_blocks_override", int, _CACHE, "Blocks of the pool, whatever the memory says."),

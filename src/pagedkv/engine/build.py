@@ -12,8 +12,9 @@ from pagedkv.cache.pool import KVPool
 from pagedkv.cache.prefix import PrefixCache
 from pagedkv.config import EngineConfig
 from pagedkv.engine.engine import Engine
+from pagedkv.engine.graphs import CudaRecorder, GraphedModel
 from pagedkv.engine.intake import Intake, Limits
-from pagedkv.engine.runner import ModelRunner
+from pagedkv.engine.runner import Model, ModelRunner
 from pagedkv.engine.sampler import Sampler
 from pagedkv.engine.sampling import Sampling
 from pagedkv.engine.scheduler import Scheduler
@@ -98,10 +99,20 @@ def assemble(config: EngineConfig, loaded: LoadedModel) -> Built:
         max_num_seqs=config.scheduler.max_num_seqs,
     )
     sampler = Sampler(model.vocab_size, num_decodable=intake.num_decodable, token_text=loaded.tokenizer.token_text)
+    runs: Model = loaded.model
+    if device.type == "cuda" and not config.enforce_eager:
+        runs = GraphedModel(
+            loaded.model,
+            pool,
+            CudaRecorder(device),
+            max_num_seqs=config.scheduler.max_num_seqs,
+            block_size=config.cache.block_size,
+            max_model_len=plan.max_model_len,
+        )
     engine = Engine(
         intake,
         Scheduler(config.scheduler, manager, prefix),
-        ModelRunner(loaded.model, pool, manager, config.scheduler.max_num_seqs),
+        ModelRunner(runs, pool, manager, config.scheduler.max_num_seqs),
         Sampling(sampler, intake.voice),
         turns=ChatTurns(loaded.tokenizer),
         exact=loaded.model.exact,
