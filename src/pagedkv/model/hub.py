@@ -55,6 +55,8 @@ def resolve(name: str | Path, *, revision: str | None = None, weights: bool = Tr
     """
     text = str(name)
     path = Path(text).expanduser()
+    if not text.strip():
+        raise ModelNotFound("the model's name is empty: there is no such model")
     if path.is_dir():
         return _in_directory(text, path, None, weights)
     if path.suffix == ".gguf":
