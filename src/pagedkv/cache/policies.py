@@ -19,7 +19,7 @@ from pagedkv.cache.eviction import LRU, EvictionPolicy
 from pagedkv.errors import InvalidRequest
 
 
-class SegmentedLRU:
+class SegmentedLRU(EvictionPolicy):
     """Two LRU lists: blocks that were never reused stand in ``probation``, reused ones in ``protected``; O(1) per call.
 
     Probation gives up its blocks first. Protected holds at most ``share`` of the idle blocks; beyond that its oldest
@@ -30,7 +30,6 @@ class SegmentedLRU:
     def __init__(self, share: float = 0.8) -> None:
         if not 0.0 <= share <= 1.0:
             raise InvalidRequest(f"share is {share}; it lies between 0 and 1", field="share")
-        self.now = 0.0
         self._share = share
         self._reused: set[int] = set()
         self._parent: dict[int, int] = {}
@@ -68,6 +67,9 @@ class SegmentedLRU:
         self._probation.clear()
         self._protected.clear()
 
+    def idle_blocks(self) -> list[tuple[int, float]]:
+        return [*self._probation.items(), *self._protected.items()]
+
     def __len__(self) -> int:
         return len(self._probation) + len(self._protected)
 
@@ -75,7 +77,7 @@ class SegmentedLRU:
         return block in self._probation or block in self._protected
 
 
-class Ranked:
+class Ranked(EvictionPolicy):
     """Evicts the idle leaf of lowest rank: a heap of idle blocks without cached children; O(log n) per call.
 
     rank: (uses, depth, ageing) -> number. Uses count the publication and every return from idleness, depth is the
@@ -84,7 +86,6 @@ class Ranked:
     """
 
     def __init__(self, rank: Callable[[int, int, float], float]) -> None:
-        self.now = 0.0
         self._rank = rank
         self._ageing = 0.0
         self._ticks = 0
@@ -135,6 +136,9 @@ class Ranked:
         for table in (self._since, self._ticket, self._heap, self._uses, self._parent, self._depth, self._num_children):
             table.clear()
 
+    def idle_blocks(self) -> list[tuple[int, float]]:
+        return list(self._since.items())
+
     def __len__(self) -> int:
         return len(self._since)
 
@@ -163,7 +167,7 @@ def gdsf(parity: int = 1500) -> Ranked:
     return Ranked(lambda uses, depth, ageing: ageing + uses * (1.0 + depth / parity))
 
 
-class QueueAware:
+class QueueAware(EvictionPolicy):
     """LRU that spares blocks named by ``expect`` while there are others.
 
     ``spared`` followed by ``since`` is the true LRU order: ``pop`` moves wanted blocks from the old end of the one to
@@ -173,7 +177,6 @@ class QueueAware:
     """
 
     def __init__(self) -> None:
-        self.now = 0.0
         self._wanted: set[int] = set()
         self._spared: OrderedDict[int, float] = OrderedDict()
         self._since: OrderedDict[int, float] = OrderedDict()
@@ -208,6 +211,9 @@ class QueueAware:
     def clear(self) -> None:
         for table in (self._wanted, self._spared, self._since):
             table.clear()
+
+    def idle_blocks(self) -> list[tuple[int, float]]:
+        return [*self._spared.items(), *self._since.items()]
 
     def __len__(self) -> int:
         return len(self._since) + len(self._spared)

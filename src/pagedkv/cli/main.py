@@ -13,6 +13,7 @@ import typer
 
 from pagedkv import __version__
 from pagedkv.cli.demo import demo
+from pagedkv.cli.replay import replay
 from pagedkv.cli.serve import serve
 from pagedkv.errors import PagedKVError
 
@@ -40,7 +41,7 @@ def root(
     """A paged KV cache with prefix caching, and a compact engine and server around it."""
 
 
-for verb in (demo, serve):
+for verb in (demo, replay, serve):
     app.command()(verb)
 
 

@@ -20,6 +20,7 @@ from pagedkv.insight.optimum import optimum_hits, unlimited_hits
 from pagedkv.insight.trace import Trace, TraceRequest
 
 Progress = Callable[[int, int], None]  # (requests done, of how many)
+QUEUE = 16  # how many of the next requests a queue-aware policy sees
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,12 @@ def replay_sequential(
     num_blocks: int | None = None,
     block_size: int | None = None,
     policy: str = "lru",
-    queue: int = 16,
     progress: Progress | None = None,
 ) -> ReplayReport:
     """Runs every request of the trace through the real manager and prefix cache, one after another.
 
     num_blocks:  of the pool; None: as many as the trace can ever fill, so nothing is evicted
     block_size:  tokens; None: the trace's own
-    queue:       how many of the next requests a queue-aware policy sees waiting
 
     Only full blocks count as hits and one token of each prompt is computed, as in the engine. What a prompt shares
     with a block beyond the last full one (a partial hit) is not counted, since a trace says nothing below its runs.
@@ -96,7 +95,7 @@ def replay_sequential(
     counts, seconds, total = _Counts(), 0.0, len(trace.requests)
     for number, request in enumerate(trace.requests):
         if isinstance(prefix.policy, QueueAware) and limited:
-            prefix.policy.expect(_wanted(prefix, trace, trace.requests[number + 1 : number + 1 + queue]))
+            prefix.policy.expect(_wanted(prefix, trace, trace.requests[number + 1 : number + 1 + QUEUE]))
         prompt = trace.prompt(request)
         began = time.perf_counter()
         _run_one(manager, prefix, number, prompt, counts)
