@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from pagedkv.cache.allocator import BlockAllocator
@@ -17,6 +19,12 @@ class Listener:
 
     def busy(self, block: int) -> None:
         self.heard.append(("busy", block))
+
+    def idle_many(self, blocks: Sequence[int]) -> None:
+        self.heard += [("idle", block) for block in blocks]
+
+    def busy_many(self, blocks: Sequence[int]) -> None:
+        self.heard += [("busy", block) for block in blocks]
 
     def __len__(self) -> int:
         return 0

@@ -382,6 +382,10 @@ def key_without_parent(parent: bytes, chunk: bytes, media: Any = ()) -> bytes:  
     return hashlib.sha256(chunk).digest()
 
 
+def chain_without_parent(parent: bytes, chunks: Any) -> list[bytes]:
+    return [key_without_parent(parent, chunk) for chunk in chunks]
+
+
 def find_by_key_alone(self: BlockIndex, chain: Any, most: int) -> list[int]:
     blocks = [self.blocks.get(key) for key in chain.keys[:most]]
     stop = blocks.index(None) if None in blocks else len(blocks)
@@ -408,6 +412,7 @@ def mutant(name: str) -> Iterator[type[CacheMachine]]:
             patch.setattr(prefix_module, "BlockIndex", LeavesNoBlock if name.endswith("block") else LeavesNoToken)
         if name.startswith("key without parent"):
             patch.setattr(keys_module, "block_key", key_without_parent)
+            patch.setattr(keys_module, "chain_keys", chain_without_parent)
             patch.setattr(index_module, "block_key", key_without_parent)
         if name == "key without parent, trusted":
             patch.setattr(BlockIndex, "find", find_by_key_alone)

@@ -25,6 +25,12 @@ class BlockListener(Protocol):
     def busy(self, block: int) -> None:
         """Somebody else holds ``block`` again."""
 
+    def idle_many(self, blocks: Sequence[int]) -> None:
+        """``idle`` of each, in order."""
+
+    def busy_many(self, blocks: Sequence[int]) -> None:
+        """``busy`` of each, in order."""
+
     def __len__(self) -> int:
         """Blocks that are idle now: each of them can be evicted."""
 
@@ -90,16 +96,18 @@ class BlockAllocator:
 
     def share_many(self, blocks: Sequence[int]) -> None:
         """One more owner for each block. A free block or an unknown id raises BlockStateError, nothing changed."""
-        refs = self.refs
-        for block in blocks:
-            if self._count(block) == 0:
-                raise BlockStateError(f"cannot share block {block}: it is free")
-        cached, listener = self.cached, self.listener
+        refs, cached = self.refs, self.cached
+        self._must_exist(blocks)
+        if 0 in map(refs.__getitem__, blocks):
+            raise BlockStateError(f"cannot share block {next(b for b in blocks if refs[b] == 0)}: it is free")
+        busy: list[int] = []
         for block in blocks:
             count = refs[block]
             refs[block] = count + 1
-            if count == 1 and cached[block] and listener is not None:
-                listener.busy(block)
+            if count == 1 and cached[block]:
+                busy.append(block)
+        if busy and self.listener is not None:
+            self.listener.busy_many(busy)
 
     def release(self, block: int) -> None:
         """One owner less; at zero the block is free. A free block raises BlockStateError (a RuntimeError)."""
@@ -112,49 +120,65 @@ class BlockAllocator:
         that would go is the cache's own (that one leaves by ``uncache``).
         """
         refs, cached = self.refs, self.cached
-        settled: list[int] = []  # no owner left, or only the cache
+        self._must_exist(blocks)
+        freed: list[int] = []
+        idle: list[int] = []
         for index, block in enumerate(blocks):
-            count = refs[block] if 0 <= block < self.num_blocks else self._count(block)
-            if count <= cached[block]:
-                for earlier in blocks[:index]:
-                    refs[earlier] += 1
-                owner = "only the prefix cache holds it" if cached[block] else "it is free"
-                raise BlockStateError(f"cannot release block {block}: {owner}")
-            refs[block] = count - 1
-            if count - 1 == cached[block]:
-                settled.append(block)
-        returned, listener = self._returned, self.listener
-        for block in settled:
-            if not cached[block]:
-                returned.append(block)
-            elif listener is not None:
-                listener.idle(block)
+            left = refs[block] - 1
+            if left <= 0:
+                if left < cached[block]:
+                    for earlier in blocks[:index]:
+                        refs[earlier] += 1
+                    owner = "only the prefix cache holds it" if cached[block] else "it is free"
+                    raise BlockStateError(f"cannot release block {block}: {owner}")
+                freed.append(block)
+            elif left == 1 and cached[block]:
+                idle.append(block)
+            refs[block] = left
+        self._returned += freed
+        if idle and self.listener is not None:
+            self.listener.idle_many(idle)
+
+    def cache_many(self, blocks: Sequence[int]) -> None:
+        """The prefix cache becomes one more owner of each block; all are in use, different, and not cached."""
+        refs, cached = self.refs, self.cached
+        self._must_exist(blocks)
+        if 1 in map(cached.__getitem__, blocks) or 0 in map(refs.__getitem__, blocks):
+            bad = next(b for b in blocks if cached[b] or refs[b] == 0)
+            raise BlockStateError(f"cannot cache block {bad}: it is {'cached already' if cached[bad] else 'free'}")
+        for block in blocks:
+            refs[block] += 1
+            cached[block] = 1
+
+    def uncache_many(self, blocks: Sequence[int]) -> int:
+        """The prefix cache gives up its references; returns how many blocks that freed. The listener is not told."""
+        refs, cached = self.refs, self.cached
+        self._must_exist(blocks)
+        if 0 in map(cached.__getitem__, blocks):
+            raise BlockStateError(f"cannot uncache block {next(b for b in blocks if not cached[b])}: it is not cached")
+        freed: list[int] = []
+        for block in blocks:
+            cached[block] = 0
+            left = refs[block] - 1
+            refs[block] = left
+            if left == 0:
+                freed.append(block)
+        self._returned += freed
+        return len(freed)
 
     def cache(self, block: int) -> None:
-        """The prefix cache becomes one more owner of a block in use."""
-        if self._count(block) == 0 or self.cached[block]:
-            state = "cached already" if self.cached[block] else "free"
-            raise BlockStateError(f"cannot cache block {block}: it is {state}")
-        self.cached[block] = 1
-        self.refs[block] += 1
+        """``cache_many`` of one block."""
+        self.cache_many((block,))
 
     def uncache(self, block: int) -> bool:
-        """The prefix cache gives up its reference. True if that freed the block. The listener is not told."""
-        self._count(block)
-        if not self.cached[block]:
-            raise BlockStateError(f"cannot uncache block {block}: it is not cached")
-        self.cached[block] = 0
-        self.refs[block] -= 1
-        if self.refs[block]:
-            return False
-        self._returned.append(block)
-        return True
+        """``uncache_many`` of one block: whether that freed it."""
+        return self.uncache_many((block,)) == 1
 
     def free_blocks(self) -> list[int]:
         """The ids of all free blocks, for checks; O(num_blocks)."""
         return [*self._returned, *range(self._untouched, self.num_blocks)]
 
-    def _count(self, block: int) -> int:
-        if not 0 <= block < self.num_blocks:
-            raise BlockStateError(f"block {block} does not exist; the pool has blocks 0 to {self.num_blocks - 1}")
-        return self.refs[block]
+    def _must_exist(self, blocks: Sequence[int]) -> None:
+        if blocks and (min(blocks) < 0 or max(blocks) >= self.num_blocks):
+            bad = next(block for block in blocks if not 0 <= block < self.num_blocks)
+            raise BlockStateError(f"block {bad} does not exist; the pool has blocks 0 to {self.num_blocks - 1}")

@@ -92,6 +92,14 @@ class ChildIndex:
         else:
             present.add(block)
 
+    def add_run(self, node: int, blocks: Sequence[int]) -> None:
+        """Blocks of which the first continues ``node`` and each other the one before it; none is continued yet."""
+        self.add(node, blocks[0])
+        of_block, parent = self._of_block, blocks[0]
+        for block in blocks[1:]:
+            of_block[parent] = block
+            parent = block
+
     def remove(self, node: int, block: int) -> None:
         """``block``, whose tokens are still in place, leaves."""
         present = self._get(node)

@@ -10,6 +10,7 @@ Cost:   O(1) per block. Per cached block one key (32 bytes), its encoded tokens 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import zip_longest
 
 from pagedkv.cache.children import ChildIndex
@@ -30,8 +31,8 @@ class BlockIndex:
     blocks:   dict, key -> block
     hits:     dict, block -> how many prompts were found up to it and no further; with those of its descendants, how
               often it was reused. What an evicted block had goes to its parent
-    keys, tokens, parents: lists indexed by block; None, b"" and 0 where nothing is cached. A parent is a block, or
-              the negative number of a root
+    keys, tokens, parents: lists indexed by block; None, b"" and anything where nothing is cached. A parent is a block,
+              or the negative number of a root
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -106,31 +107,42 @@ class BlockIndex:
         """Roots under which something is cached, the newest scope first."""
         return list(reversed(self._scopes))
 
-    def add(self, block: int, node: int | None, chain: KeyChain, index: int) -> int:
-        """``block`` holds block ``index`` of the chain, after ``node`` (None: the chain's root, made if need be).
+    def add(self, blocks: Sequence[int], node: int | None, chain: KeyChain, start: int) -> tuple[int, int]:
+        """``blocks`` hold blocks ``start``, ``start + 1``, ... of the chain, the first after ``node`` (None: the root).
 
-        Its key must not be taken. Returns the parent's node.
+        The first one's key must be free, so nothing cached continues it; where two digests collide further on, the
+        run is cut short before the second. Returns (the first one's parent, blocks added).
         """
-        key = chain.keys[index]
+        end = start + len(blocks)
+        keys, chunks = chain.keys[start:end], chain.chunks[start:end]
+        fresh = dict(zip(keys, blocks, strict=True))
+        if len(fresh) < len(blocks) or not self.blocks.keys().isdisjoint(fresh):
+            taken = next(i for i, key in enumerate(keys) if key in self.blocks or key in keys[:i])
+            return self.add(blocks[:taken], node, chain, start)
         parent = self._open_root(chain.scope) if node is None else node
-        self.blocks[key] = block
-        self.keys[block] = key
-        self.tokens[block] = chain.chunks[index]
-        self.parents[block] = parent
-        if index in chain.media:
-            self._media[block] = chain.media[index]
-        self.children.add(parent, block)
-        return parent
+        self.blocks.update(fresh)
+        previous, own_keys, own_tokens, own_parents = parent, self.keys, self.tokens, self.parents
+        for block, key, chunk in zip(blocks, keys, chunks, strict=True):
+            own_keys[block] = key
+            own_tokens[block] = chunk
+            own_parents[block] = previous
+            previous = block
+        for index in chain.media:
+            if start <= index < end:
+                self._media[blocks[index - start]] = chain.media[index]
+        self.children.add_run(parent, blocks)
+        return parent, len(blocks)
 
     def remove(self, block: int) -> bytes:
-        """``block``, which has no children any more, leaves. Returns its key."""
+        """``block``, which no cached block continues, leaves. Returns its key."""
         key, node = self.keys[block], self.parents[block]
         if key is None or self.children.has_any(block):
             state = "not cached" if key is None else "continued by other cached blocks"
             raise BlockStateError(f"cannot remove block {block} from the index: it is {state}")
         self.children.remove(node, block)
         del self.blocks[key]
-        self.keys[block], self.tokens[block], self.parents[block] = None, b"", 0
+        self.keys[block] = None
+        self.tokens[block] = b""
         if self._media:
             self._media.pop(block, None)
         hits = self.hits.pop(block, 0)
@@ -144,7 +156,7 @@ class BlockIndex:
         """Forgets everything. Returns the blocks that were cached."""
         gone = list(self.blocks.values())
         for block in gone:
-            self.keys[block], self.tokens[block], self.parents[block] = None, b"", 0
+            self.keys[block], self.tokens[block] = None, b""
         for mapping in (self.blocks, self.hits, self._media, self._roots, self._scopes):
             mapping.clear()
         self.children.clear()

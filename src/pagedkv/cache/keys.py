@@ -127,6 +127,19 @@ def block_key(parent: bytes, chunk: bytes, media: Sequence[MediaSpan] = ()) -> b
     return sha256(_part(b"P", parent) + _part(b"T", chunk) + b"".join(span.encode(block_size) for span in media))
 
 
+def chain_keys(parent: bytes, chunks: Sequence[bytes]) -> list[bytes]:
+    """The keys of blocks that follow each other after the key ``parent`` and hold no media."""
+    if not chunks:
+        return []
+    # block_key with everything that does not change from block to block taken out of the loop
+    before, between = b"P" + len(parent).to_bytes(4, "little"), b"T" + len(chunks[0]).to_bytes(4, "little")
+    join, digest, keys = b"".join, sha256, []
+    for chunk in chunks:
+        parent = digest(join((before, parent, between, chunk)))
+        keys.append(parent)
+    return keys
+
+
 class KeyChain:
     """The keys of one growing text: one per full block, each computed once.
 
@@ -163,13 +176,15 @@ class KeyChain:
         width = self.block_size * _TOKEN_BYTES
         full = len(data) // width * width
         self.tail = data[full:]
-        keys, media = self.keys, self.media
-        parent = keys[-1] if keys else self.root
-        for start in range(0, full, width):
-            chunk = data[start : start + width]
-            parent = block_key(parent, chunk, media.get(len(keys), ()))
-            keys.append(parent)
-            self.chunks.append(chunk)
+        chunks = [data[start : start + width] for start in range(0, full, width)]
+        parent = self.keys[-1] if self.keys else self.root
+        if not self.media:
+            self.keys += chain_keys(parent, chunks)
+        else:
+            for chunk in chunks:
+                parent = block_key(parent, chunk, self.media.get(len(self.keys), ()))
+                self.keys.append(parent)
+        self.chunks += chunks
 
     def truncate(self, num_blocks: int) -> None:
         """Forgets everything after the first ``num_blocks`` full blocks, the incomplete block too."""

@@ -15,19 +15,17 @@ The life of a cached block:   in use, private --remember--> in use, cached --las
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from pagedkv.cache.eviction import LRU, EvictionPolicy
+from pagedkv.cache.evictions import EvictionLog
 from pagedkv.cache.index import BlockIndex
 from pagedkv.cache.keys import KeyChain, KeyScope, MediaSpan, encode_tokens
 from pagedkv.cache.manager import KVCacheManager
 from pagedkv.cache.match import Match
-from pagedkv.cache.report import AttachReport, Eviction, PrefixStats, explain
+from pagedkv.cache.report import AttachReport, PrefixStats, explain
 from pagedkv.errors import BlockStateError, InvalidRequest
-
-NUM_EVICTIONS_KEPT = 4096
 
 
 @dataclass(slots=True)
@@ -37,7 +35,7 @@ class _Sequence:
     chain:          keys of its text; ``owns_chain`` is False while it is the caller's
     num_published:  its leading blocks that are cached, all held through its table
     generation:     of the cache when the sequence began; after a ``clear`` it publishes nothing more
-    match:          what attach found; evictions: how many blocks had been evicted by then
+    match:          what attach found; num_evicted: how many blocks had been evicted by then
     frontier:       the key of the block that it computes next, if that is known
     """
 
@@ -46,7 +44,7 @@ class _Sequence:
     generation: int
     num_published: int = 0
     match: Match | None = None
-    evictions: int = 0
+    num_evicted: int = 0
     frontier: bytes | None = None
 
 
@@ -72,7 +70,7 @@ class PrefixCache:
         self.stats = PrefixStats()
         self.index = BlockIndex(cache.allocator.num_blocks, cache.block_size)
         self.policy: EvictionPolicy = LRU() if policy is None else policy
-        self.evictions: deque[Eviction] = deque(maxlen=NUM_EVICTIONS_KEPT)
+        self.evictions = EvictionLog()
         self._manager = cache
         self._clock = clock
         self._generation = 0
@@ -135,7 +133,7 @@ class PrefixCache:
         self.policy.now = self._clock()
         table = match.blocks if match.source is None else [*match.blocks, match.source]
         self._manager.adopt(seq, table, match.num_cached_tokens)
-        state = _Sequence(kept, chain is None, self._generation, len(match.blocks), match, self.stats.evicted_blocks)
+        state = _Sequence(kept, chain is None, self._generation, len(match.blocks), match, self.evictions.total)
         self._sequences[seq] = state
         self._move_frontier(seq, state)
         if count and read:
@@ -171,17 +169,16 @@ class PrefixCache:
 
         Returns the blocks freed. Never touches a block in use.
         """
-        allocator, policy = self._manager.allocator, self.policy
-        wanted = min(blocks_wanted - allocator.num_free, len(policy))
-        if wanted <= 0:
+        allocator = self._manager.allocator
+        num = min(blocks_wanted - allocator.num_free, len(self.policy))
+        if num <= 0:
             return 0
-        now = self._clock()
-        for _ in range(wanted):
-            block, since = policy.pop()
-            self.evictions.append(Eviction(self.index.remove(block), since, now, blocks_wanted))
-            allocator.uncache(block)
-        self.stats.evicted_blocks += wanted
-        return wanted
+        leaving = self.policy.pop_many(num)
+        remove = self.index.remove
+        keys = [remove(block) for block, _ in leaving]
+        self.evictions.add(keys, [since for _, since in leaving], self._clock(), blocks_wanted)
+        self.stats.evicted_blocks += num
+        return allocator.uncache_many([block for block, _ in leaving])
 
     def clear(self) -> int:
         """Drops every key at once. Returns how many of the blocks are still in use by sequences.
@@ -192,11 +189,12 @@ class PrefixCache:
         for seq in self._manager.tables:
             if seq not in self._sequences:
                 self._sequences[seq] = _Sequence(self.chain(), True, self._generation)
-        freed = [allocator.uncache(block) for block in self.index.clear()]
+        dropped = self.index.clear()
+        freed = allocator.uncache_many(dropped)
         self.policy.clear()
         self._frontiers.clear()
         self._generation += 1
-        return len(freed) - sum(freed)
+        return len(dropped) - freed
 
     def report(self, seq: Hashable) -> AttachReport:
         """What ``attach`` found for ``seq`` and why it stopped there. Built when asked, at no cost before."""
@@ -204,9 +202,7 @@ class PrefixCache:
         state = self._sequences.get(seq)
         if state is None or state.match is None:
             raise BlockStateError(f"sequence {seq!r} was not made by attach")
-        since = self.stats.evicted_blocks - state.evictions
-        before = list(self.evictions)[: max(0, len(self.evictions) - since)]
-        return explain(self.index, state.chain, state.match, before)
+        return explain(self.index, state.chain, state.match, self.evictions, state.num_evicted)
 
     # What becomes of sequences; the manager calls these.
 
@@ -306,22 +302,23 @@ class PrefixCache:
         allocator, index, chain = self._manager.allocator, self.index, state.chain
         start = state.num_published
         node = table[start - 1] if start else index.root(chain.scope)
-        new = 0
         for i in range(start, full):
             own, present = table[i], index.blocks.get(chain.keys[i])
             if present is None:
-                allocator.cache(own)
-                self.policy.publish(own, index.add(own, node, chain, i))
-                new += 1
-            elif not index.holds(present, node, chain, i):
+                parent, new = index.add(table[i:full], node, chain, i)
+                allocator.cache_many(table[i : i + new])
+                self.policy.publish_many(table[i : i + new], parent)
+                state.num_published = i + new
+                return new
+            if not index.holds(present, node, chain, i):
                 break  # another text under the same digest keeps the key; what follows has no cached parent
-            elif present != own:
+            if present != own:
                 allocator.share(present)
                 table[i] = present
                 allocator.release(own)
-            node = table[i]
+            node = present
             state.num_published = i + 1
-        return new
+        return 0
 
     def _move_frontier(self, seq: Hashable, state: _Sequence) -> None:
         if state.frontier is not None and self._frontiers.get(state.frontier) == seq:

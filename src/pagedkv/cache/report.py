@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple
 
+from pagedkv.cache.evictions import Eviction, EvictionLog
 from pagedkv.cache.index import BlockIndex
 from pagedkv.cache.keys import KeyChain, KeyScope, decode_tokens
 from pagedkv.cache.match import Match
@@ -26,15 +26,6 @@ class StopReason(Enum):
     TWIN_IN_FLIGHT = "twin in flight"  # another sequence is computing the next block right now
     NO_ROOM = "no room for a copy"  # a partial hit was given up, since its copy-on-write could not be had
     NOT_READ = "not read"  # the caller asked that nothing be taken from the cache
-
-
-class Eviction(NamedTuple):
-    """One block that was evicted."""
-
-    key: bytes
-    idle_since: float  # seconds, on the cache's clock
-    at: float  # seconds, on the cache's clock
-    blocks_wanted: int  # what evict was asked for
 
 
 @dataclass(frozen=True)
@@ -69,8 +60,8 @@ class AttachReport:
         return self.num_tokens - self.num_cached_tokens
 
 
-def explain(index: BlockIndex, chain: KeyChain, match: Match, evictions: Sequence[Eviction]) -> AttachReport:
-    """The report of a match. ``evictions``: what had been evicted by the time of the match, oldest first."""
+def explain(index: BlockIndex, chain: KeyChain, match: Match, log: EvictionLog, evicted: int) -> AttachReport:
+    """The report of a match, made when ``evicted`` blocks had been evicted."""
     full = match.num_blocks
     start = full * index.block_size
     report = AttachReport(
@@ -91,7 +82,7 @@ def explain(index: BlockIndex, chain: KeyChain, match: Match, evictions: Sequenc
     if match.twin is not None:
         return replace(report, reason=StopReason.TWIN_IN_FLIGHT, twin=match.twin)
     if full < len(chain.keys) and start + index.block_size <= match.num_tokens:
-        gone = next((record for record in reversed(evictions) if record.key == chain.keys[full]), None)
+        gone = log.find(chain.keys[full], evicted)
         if gone is not None:
             return replace(report, reason=StopReason.EVICTED, eviction=gone)
     elsewhere = _other_scope(index, chain) if full == 0 and match.num_tokens >= index.block_size else None
