@@ -48,6 +48,7 @@ def test_defaults_are_the_fields() -> None:
             [{1: 1e9}, {1: NAN}, {1: "a"}, {1: None}, {-1: 0}, {"-1": 0}, {"1.5": 0}, {"": 0}, {True: 0}, [1]],
         ),
         ("ignore_eos", [1, "true", None]),
+        ("structured_outputs", [{"regex": "a"}, "a"]),
         ("skip_special_tokens", [0, None]),
         ("include_stop_str_in_output", ["no"]),
     ],

@@ -17,6 +17,7 @@ from pagedkv.engine.params import SamplingParams
 from pagedkv.engine.sampler import Sampler, SampleRow, encode_bad_words, request_seed
 
 EOS = 3
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 MIXED: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 1e-12},
@@ -97,11 +98,12 @@ def reference_token(logits: Sequence[float], row: SampleRow) -> tuple[int, float
     return int(np.searchsorted(reached, chance, side="right")), float(np.abs(reached - chance).min())
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("vocab", [300, 8193])
-def test_mixed_batch_equals_the_reference(vocab: int) -> None:
+def test_mixed_batch_equals_the_reference(vocab: int, device: str) -> None:
     logits = torch.randn(len(MIXED), vocab, generator=torch.Generator().manual_seed(vocab)) * 3
-    rows = [make_row(vocab, **params) for params in MIXED]
-    result = Sampler(vocab).sample(logits, rows)
+    rows = [make_row(vocab, **params, logprobs=2) for params in MIXED]
+    result = Sampler(vocab).sample(logits.to(device), rows)
     assert result.errors == [None] * len(rows)
     near = 0
     for i, row in enumerate(rows):
