@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from pagedkv import __version__
+from pagedkv.cli.bench import app as bench
 from pagedkv.cli.demo import demo
 from pagedkv.cli.replay import replay
 from pagedkv.cli.serve import serve
@@ -43,6 +44,7 @@ def root(
 
 for verb in (demo, replay, serve):
     app.command()(verb)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:

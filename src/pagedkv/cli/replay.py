@@ -132,7 +132,7 @@ def _show(reports: list[ReplayReport]) -> None:
     first = reports[0]
     table = Table(
         title=f"{first.trace}: {first.num_requests:,} requests, {first.num_prompt_tokens:,} prompt tokens; "
-        f"a cache without limit hits {first.infinite_hit_rate:.1%}",
+        f"a cache without limit hits {first.infinite_hit_rate or 0:.1%}",
         title_justify="left",
     )
     for name in ("blocks", "block size", "policy", "tokens hit", "optimum", "evictions", "utilisation", "us/block"):
@@ -143,7 +143,7 @@ def _show(reports: list[ReplayReport]) -> None:
             str(report.block_size),
             report.policy,
             f"{report.token_hit_rate:.2%}",
-            f"{report.optimum_hit_rate:.2%}",
+            f"{report.optimum_hit_rate or 0:.2%}",
             f"{report.evictions:,}",
             f"{report.utilization:.1%}",
             f"{report.us_per_block:.2f}",

@@ -64,9 +64,9 @@ def plot_replay(reports: Sequence[ReplayReport], folder: Path) -> list[Path]:
         axes.plot(
             [p for p, _ in points], [100 * h for _, h in points], color=colour, marker="o", label=f"{policy}, {size}"
         )
-    best = sorted({(r.num_blocks * r.block_size, r.optimum_hit_rate) for r in limited})
+    best = sorted({(r.num_blocks * r.block_size, r.optimum_hit_rate or 0.0) for r in limited})
     axes.plot([p for p, _ in best], [100 * h for _, h in best], color=GREY, linestyle=":", marker=".", label="optimum")
-    axes.axhline(100 * limited[0].infinite_hit_rate, color=GREY, linestyle="--", label="without limit")
+    axes.axhline(100 * (limited[0].infinite_hit_rate or 0.0), color=GREY, linestyle="--", label="without limit")
     axes.set_xscale("log")
     axes.set_ylim(bottom=0)
     return _save(figure, axes, folder, f"replay-{limited[0].trace}")

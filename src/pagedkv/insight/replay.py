@@ -45,8 +45,8 @@ class ReplayReport:
     num_prompt_tokens: int
     num_hit_tokens: int
     token_hit_rate: float
-    infinite_hit_rate: float
-    optimum_hit_rate: float
+    infinite_hit_rate: float | None
+    optimum_hit_rate: float | None
     evictions: int
     preemptions: int
     utilization: float
@@ -77,12 +77,15 @@ def replay_sequential(
     num_blocks: int | None = None,
     block_size: int | None = None,
     policy: str = "lru",
+    yardsticks: bool = True,
     progress: Progress | None = None,
 ) -> ReplayReport:
     """Runs every request of the trace through the real manager and prefix cache, one after another.
 
     num_blocks:  of the pool; None: as many as the trace can ever fill, so nothing is evicted
     block_size:  tokens; None: the trace's own
+    yardsticks:  False leaves the infinite and the optimum hit rate out (None then): they take longer than the
+                 replay where blocks are small
 
     Only full blocks count as hits and one token of each prompt is computed, as in the engine. What a prompt shares
     with a block beyond the last full one (a partial hit) is not counted, since a trace says nothing below its runs.
@@ -103,7 +106,8 @@ def replay_sequential(
         if progress is not None:
             progress(number + 1, total)
     tokens = trace.num_prompt_tokens
-    unlimited = unlimited_hits(trace, size)
+    unlimited = unlimited_hits(trace, size) / tokens if yardsticks else None
+    optimum = optimum_hits(trace, size, pool) / tokens if yardsticks and limited else unlimited
     return ReplayReport(
         trace=trace.name,
         policy=policy,
@@ -115,8 +119,8 @@ def replay_sequential(
         num_prompt_tokens=tokens,
         num_hit_tokens=counts.hits,
         token_hit_rate=counts.hits / tokens,
-        infinite_hit_rate=unlimited / tokens,
-        optimum_hit_rate=(optimum_hits(trace, size, pool) if limited else unlimited) / tokens,
+        infinite_hit_rate=unlimited,
+        optimum_hit_rate=optimum,
         evictions=prefix.stats.evicted_blocks,
         preemptions=0,
         utilization=counts.stored / counts.slots if counts.slots else 0.0,
