@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,26 @@ class Live:
             time.sleep(0.01)
         assert (stats.num_running, stats.num_waiting, stats.blocks_in_use) == (0, 0, 0)
         assert stats.blocks_free + stats.blocks_cached == stats.num_blocks
+
+
+@contextmanager
+def slowed(live: Live, seconds: float) -> Iterator[None]:
+    """Every step of the engine takes this much longer, so that what goes on can be looked at."""
+
+    def put(make: Callable[[Any], Any]) -> None:
+        live.llm._thread.call(lambda engine: setattr(engine.runner, "run", make(engine.runner.run))).result()
+
+    quick: list[Any] = []
+
+    def slower(run: Any) -> Any:
+        quick.append(run)
+        return lambda plan: (time.sleep(seconds), run(plan))[1]
+
+    put(slower)
+    try:
+        yield
+    finally:
+        put(lambda _: quick[0])
 
 
 def read_events(live: Live, path: str, **body: Any) -> Iterator[dict[str, Any]]:

@@ -41,6 +41,7 @@ def open_server(tiny_model: Callable[..., Path]) -> Opener:
             with httpx.Client(base_url=url, timeout=30) as http:
                 yield Live(url, http, llm)
         finally:
+            app.state.serving.draining = True  # as a signal does
             server.should_exit = True
             thread.join()
             llm.shutdown()

@@ -177,7 +177,7 @@ function layout() {
   map.style.height = `${height}px`;
   brush.setTransform(ratio, 0, 0, ratio, 0, 0);
   const style = getComputedStyle(document.documentElement);
-  for (const name of ["free", "cached", "in-use", "shared", "hit", "mark", "panel"]) colours[name] = style.getPropertyValue(`--${name}`).trim();
+  for (const name of ["free", "cached", "in-use", "shared", "hit", "mark", "panel", "line"]) colours[name] = style.getPropertyValue(`--${name}`).trim();
   drawn = new Int32Array(pool.num_blocks).fill(-1);
   dirty = true;
 }
@@ -212,13 +212,19 @@ function chart() {
   if (canvas.width !== width * ratio) { canvas.width = width * ratio; canvas.height = height * ratio; }
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
   pen.clearRect(0, 0, width, height);
-  const now = Date.now();
+  pen.strokeStyle = colours.line;
+  pen.lineWidth = 1;
+  for (const share of [0, 0.5, 1]) {
+    const y = Math.round(2 + (height - 4) * (1 - share)) - 0.5;
+    pen.strokeRect(-1, y, width + 2, 0);
+  }
+  const now = Date.now(), span = Math.min(HISTORY, Math.max(20_000, now - (history[0]?.now ?? now)));
   for (const [name, colour] of [["usage", "in-use"], ["rate", "hit"]]) {
     pen.beginPath();
     let begun = false;
     for (const h of history) {
       if (h[name] === null) continue;
-      const x = width - (now - h.now) / HISTORY * width, y = 2 + (height - 4) * (1 - h[name]);
+      const x = width - (now - h.now) / span * width, y = 2 + (height - 4) * (1 - h[name]);
       begun ? pen.lineTo(x, y) : pen.moveTo(x, y);
       begun = true;
     }
