@@ -228,3 +228,58 @@ def test_request_ids_are_echoed_and_never_trusted(live: Live) -> None:
     assert response.json()["id"] == "cmpl-mine-1"
     odd = {"X-Request-Id": "a b"}
     assert "x-request-id" not in live.http.post("/v1/completions", json={"prompt": "x"}, headers=odd).headers
+
+
+def test_truncate_prompt_tokens_keeps_the_end(live: Live) -> None:
+    ids = live.post("/tokenize", prompt=PROMPT).json()["tokens"]
+    answer = live.complete(PROMPT, truncate_prompt_tokens=5)
+    assert answer["usage"]["prompt_tokens"] == 5
+    assert answer["choices"][0]["text"] == live.complete(ids[-5:])["choices"][0]["text"]
+
+
+def test_the_official_client_agrees(live: Live) -> None:
+    from openai import BadRequestError, OpenAI
+
+    client = OpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0)
+    assert [card.id for card in client.models.list()] == ["tiny"]
+    whole = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=6, temperature=0, logprobs=2)
+    parts = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=6, temperature=0, stream=True)
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+    with pytest.raises(BadRequestError, match="top_p"):
+        client.completions.create(model="tiny", prompt="x", top_p=7)
+    chat = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Hello"}],
+        max_tokens=5,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *_, last = chat
+    assert last.usage is not None
+    assert last.usage.prompt_tokens_details is not None
+    client.close()
+
+
+def test_the_official_async_client_streams_tools(live: Live) -> None:
+    import asyncio
+
+    from openai import AsyncOpenAI
+
+    tool = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "maxProperties": 0}}}
+
+    async def ask() -> str:
+        async with AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client:
+            stream = await client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": "What time is it?"}],
+                tools=[tool],  # type: ignore[list-item]
+                tool_choice="required",
+                max_tokens=80,
+                temperature=0,
+                stream=True,
+            )
+            calls = [call async for chunk in stream for c in chunk.choices for call in c.delta.tool_calls or []]
+            assert [call.function.name for call in calls if call.function and call.function.name] == ["now"]
+            return "".join(call.function.arguments or "" for call in calls if call.function)
+
+    assert json.loads(asyncio.run(ask())) == {}

@@ -73,8 +73,6 @@ def sampling_params(body: GenerationBody, *, max_tokens: int | None, logprobs: i
             ignore_eos=bool(body.ignore_eos),
         )
     values = {name: getattr(body, name) for name in _SAMPLING_FIELDS}
-    if (truncate := body.truncate_prompt_tokens) is not None and truncate < 1:
-        raise InvalidRequest(f"truncate_prompt_tokens: {truncate} is below 1", field="truncate_prompt_tokens")
     given = {name: value for name, value in values.items() if value is not None}
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
 
@@ -210,6 +208,20 @@ async def collect(sources: Sequence[AsyncIterator[RequestOutput]]) -> list[Reque
     return [last[which] for which in sorted(last)]
 
 
+def truncated(serving: Serving, body: GenerationBody, prompt: str | list[int]) -> str | list[int]:
+    """The last ``truncate_prompt_tokens`` tokens of a prompt; the prompt itself where the field is absent."""
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return prompt
+    if not 1 <= keep <= serving.llm.max_model_len:
+        limit = serving.llm.max_model_len
+        raise InvalidRequest(
+            f"truncate_prompt_tokens: {keep} is not from 1 to {limit}, the context length",
+            field="truncate_prompt_tokens",
+        )
+    return (serving.llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)[-keep:]
+
+
 def tenant_of(serving: Serving, request: Request) -> str | None:
     """The tenant whose cached prefixes this request may share; None: everybody's."""
     tenant: str | None = None if serving.config.share_prefixes else request.state.tenant
@@ -225,7 +237,12 @@ def start(
     tenant = tenant_of(serving, request)
     return [
         serving.llm.generate(
-            prompt, params, new_id("req"), priority=body.priority or 0, cache_salt=body.cache_salt, tenant=tenant
+            truncated(serving, body, prompt),
+            params,
+            new_id("req"),
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt,
+            tenant=tenant,
         )
         for prompt in prompts
     ]
