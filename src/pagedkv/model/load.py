@@ -16,7 +16,6 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -73,7 +72,9 @@ def load_model(
 
     tokenizer: another name to take the tokenizer from. dtype: "auto" is the checkpoint's own; for a GGUF file bfloat16
     where the processor multiplies it in hardware (a GPU, AVX-512-BF16, AMX), else float32. device: "auto" is a GPU if
-    torch sees one. verify_weights: the fingerprint covers every byte of the weights. progress(done, total): bytes.
+    torch sees one. quantization: None leaves weights as their file has them, "int4" and "int8" round them, "none"
+    widens those of a GGUF file to the dtype (``native.NativeDecoder``). verify_weights: the fingerprint covers every
+    byte of the weights. progress(done, total): bytes.
 
     Raises ModelNotFound, UnsupportedModel, WeightError, BackendUnavailable.
     """
@@ -163,10 +164,17 @@ def _decoder(
     progress: Progress | None,
 ) -> LanguageModel:
     attention_backend, quantization = asked
-    if quantization is not None:
-        raise UnsupportedModel(f"quantization {quantization!r} is not supported: a GGUF file says itself what it holds")
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "progress": progress}
-    return Decoder(config, weights, attention=choose(attention_backend, device), **options)
+    attention = choose(attention_backend, device)
+    if attention.name == "native" and dtype in (torch.bfloat16, torch.float32):
+        from pagedkv.model.native import NativeDecoder
+
+        return NativeDecoder(config, weights, dtype=dtype, quantization=quantization, progress=progress)
+    if quantization not in (None, "none"):
+        raise UnsupportedModel(
+            f"quantization {quantization!r} needs the native decoder on a CPU, in bfloat16; "
+            f"this is {attention.name!r} on {device} in {dtype}"
+        )
+    return Decoder(config, weights, attention=attention, dtype=dtype, device=device, progress=progress)
 
 
 def _device(name: str) -> torch.device:
