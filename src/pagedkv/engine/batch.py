@@ -43,13 +43,13 @@ class BatchBuilder:
         self._device = torch.device(device)
         self._block_size = manager.block_size
         self._table = np.zeros((max_num_seqs, 8), dtype=np.int32)
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self.free_rows = list(range(max_num_seqs - 1, -1, -1))
 
     def release(self, sequences: Iterable[Sequence]) -> None:
         """Sequences that run no more (ended or preempted) give back their rows."""
         for seq in sequences:
             if seq.table_row >= 0:
-                self._free_rows.append(seq.table_row)
+                self.free_rows.append(seq.table_row)
                 seq.table_row = -1
 
     def build(self, plan: StepPlan) -> Batch:
@@ -86,7 +86,7 @@ class BatchBuilder:
         """The row of a sequence, brought up to date."""
         if seq.table_changed or seq.table_row < 0:
             if seq.table_row < 0:
-                seq.table_row = self._free_rows.pop()
+                seq.table_row = self.free_rows.pop()
             blocks = self._manager.tables[seq.id]
             if len(blocks) > self._table.shape[1]:
                 self._table = np.pad(self._table, ((0, 0), (0, len(blocks) * 2 - self._table.shape[1])))

@@ -75,10 +75,10 @@ class Scheduler:
         """The next step. Never raises for want of room: who cannot run waits, is preempted, or is named in ``dry``."""
         plan = StepPlan()
         self._plan_decodes(plan)
-        self._plan_prefills(plan, self._share_of_running())
+        self._plan_prefills(plan, shared=True)
         for seq in self.admission.newcomers(plan):
             self._start(seq, plan)
-        self._plan_prefills(plan, self.config.max_num_batched_tokens)  # what nobody else wanted
+        self._plan_prefills(plan, shared=False)  # what nobody else wanted
         if not plan.chunks and not plan.dry and self.waiting:
             self._unblock(plan)
         return plan
@@ -90,24 +90,25 @@ class Scheduler:
             if seq.num_computed_tokens < seq.num_writable or self._make_room(seq, plan):
                 plan.add(seq, 1)
 
-    def _share_of_running(self) -> int:
-        """Prompts under way leave half of the budget to newcomers, so that a short prompt can pass a long one."""
-        budget = self.config.max_num_batched_tokens
-        return (budget + 1) // 2 if self.waiting and self.config.enable_chunked_prefill else budget
+    def _plan_prefills(self, plan: StepPlan, *, shared: bool) -> None:
+        """Chunks of prompts under way, oldest first; their room is reserved already.
 
-    def _plan_prefills(self, plan: StepPlan, limit: int) -> None:
-        """Chunks of prompts under way, oldest first, up to ``limit`` tokens in the plan. Their room is reserved."""
-        for seq in self.running:
-            room = limit - plan.num_tokens
+        shared: while others want the budget too, a prompt leaves them half of what is there, so that a short one can
+                pass a long one. Without it the oldest takes what it can: what nobody else wanted.
+        """
+        prefills = [seq for seq in self.running if seq.in_prefill]
+        for place, seq in enumerate(prefills):
+            room = self.config.max_num_batched_tokens - plan.num_tokens
             if room <= 0:
                 return
-            if not seq.in_prefill:
-                continue
             chunk = plan.chunks.get(seq.id)
             planned = chunk.num_tokens if chunk is not None else 0
             missing = seq.num_tokens - seq.num_computed_tokens - planned
-            if missing and (missing <= room or self.config.enable_chunked_prefill):
-                plan.add(seq, planned + min(missing, room))
+            if self.config.enable_chunked_prefill:
+                contested = shared and (self.waiting or place + 1 < len(prefills))
+                missing = min(missing, (room + 1) // 2 if contested else room)
+            if 0 < missing <= room:
+                plan.add(seq, planned + missing)
 
     def _make_room(self, seq: Sequence, plan: StepPlan) -> bool:
         """One more position for a running sequence: evict, then preempt the newest. False: ``seq`` itself had to go."""
@@ -194,9 +195,8 @@ class Scheduler:
             self._preempt(max(self.running, key=self._expendable), plan)
         elif not plan.preempted:
             oldest = self.waiting.oldest
-            assert oldest is not None
-            assert not self.fits_pool(oldest.num_tokens), "an empty pool takes the oldest sequence"
-            plan.dry.append(oldest)
+            if oldest is not None and not self.fits_pool(oldest.num_tokens):
+                plan.dry.append(oldest)
 
     # ---- what the engine decides ----
 
