@@ -5,6 +5,9 @@ from __future__ import annotations
 import typer
 
 from pagedkv.cli.bench_cache import cache
+from pagedkv.cli.bench_offline import latency, throughput
+from pagedkv.cli.bench_serve import serve
 
 app = typer.Typer(help="Measure the bookkeeping, the kernels or a server.", no_args_is_help=True)
-app.command()(cache)
+for verb in (cache, latency, serve, throughput):
+    app.command()(verb)

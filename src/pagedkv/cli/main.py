@@ -13,8 +13,14 @@ import typer
 
 from pagedkv import __version__
 from pagedkv.cli.bench import app as bench
+from pagedkv.cli.chat import chat
+from pagedkv.cli.collect_env import collect_env
+from pagedkv.cli.complete import complete
 from pagedkv.cli.demo import demo
+from pagedkv.cli.explain import explain
+from pagedkv.cli.plot import app as plot
 from pagedkv.cli.replay import replay
+from pagedkv.cli.run_batch import run_batch
 from pagedkv.cli.serve import serve
 from pagedkv.errors import PagedKVError
 
@@ -42,9 +48,10 @@ def root(
     """A paged KV cache with prefix caching, and a compact engine and server around it."""
 
 
-for verb in (demo, replay, serve):
+for verb in (chat, collect_env, complete, demo, explain, replay, run_batch, serve):
     app.command()(verb)
 app.add_typer(bench, name="bench")
+app.add_typer(plot, name="plot")
 
 
 def main() -> None:
