@@ -178,15 +178,15 @@ def source(launch: Launch) -> ASTSource:
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
 
-    def kind(value: Any, path: tuple[int, ...], constant: bool) -> Any:
+    def kind(value: Any, path: tuple[int, ...], constant: bool, special: bool) -> Any:
         if isinstance(value, tuple):
-            return tuple(kind(item, (*path, index), constant) for index, item in enumerate(value))
-        if constant or (isinstance(value, int) and value == 1):
+            return tuple(kind(item, (*path, index), constant, special) for index, item in enumerate(value))
+        if constant or (special and isinstance(value, int) and value == 1):
             constants[path] = value
             return "constexpr"
         if isinstance(value, float):
             return "fp32"
-        if isinstance(value, torch.Tensor) or value % 16 == 0:
+        if isinstance(value, torch.Tensor) or (special and value % 16 == 0):
             attributes[path] = [["tt.divisibility", 16]]
         if isinstance(value, torch.Tensor):
             return f"*{names[value.dtype]}"
@@ -194,7 +194,8 @@ def source(launch: Launch) -> ASTSource:
 
     signature = {}
     for index, parameter in enumerate(launch.kernel.params):
-        signature[parameter.name] = kind(launch.arguments[parameter.name], (index,), parameter.is_constexpr)
+        value, special = launch.arguments[parameter.name], not parameter.do_not_specialize
+        signature[parameter.name] = kind(value, (index,), parameter.is_constexpr, special)
     return ASTSource(launch.kernel, signature, constants, attributes)
 
 

@@ -25,29 +25,29 @@ def test_every_group_ratio(heads: int, kv_heads: int) -> None:
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 32, 48, 64, 128, 256])
-@pytest.mark.parametrize("heads", [2, 4])
-def test_every_block_size(block_size: int, heads: int) -> None:
-    case = paged_case([1, block_size, block_size + 1, 80], heads=heads, block_size=block_size)
-    assert case.error(triton(splits=2)) < EXACT
+def test_every_block_size(block_size: int) -> None:
+    """Lengths at a block's border, one past it and inside; with one head alone for two of the sizes."""
+    for heads in (2, 4) if block_size in (8, 128) else (4,):
+        case = paged_case([block_size, block_size + 1, 80], heads=heads, kv_heads=heads // 2, block_size=block_size)
+        assert case.error(triton(splits=2)) < EXACT
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 40, 64, 80, 96, 112, 128, 160, 192, 256])
 def test_b57_head_dim_that_is_no_power_of_two(head_dim: int) -> None:
-    assert paged_case([3, 70], head_dim=head_dim).error(triton()) < EXACT
-    assert paged_case([3, 40], heads=2, head_dim=head_dim).error(triton()) < EXACT
+    assert paged_case([70], head_dim=head_dim).error(triton()) < EXACT
+    assert paged_case([40], heads=1, kv_heads=1, head_dim=head_dim).error(triton()) < EXACT
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("heads", [2, 4])
 def test_sixteen_bit(dtype: torch.dtype, heads: int) -> None:
     assert paged_case([5, 70], heads=heads, dtype=dtype).error(triton(splits=2)) < HALF[dtype]
-    assert paged_case([5, 70], heads=heads, pool_dtype=dtype).error(triton()) < EXACT
+    assert paged_case([40], heads=heads, pool_dtype=dtype).error(triton()) < EXACT
 
 
-@pytest.mark.parametrize("window", [1, 7, 64, 1000])
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("window", "splits"), [(1, 1), (7, 3), (64, 1), (64, 3), (1000, 1)])
 def test_window(window: int, splits: int) -> None:
-    case = paged_case([1, 7, 8, 130])
+    case = paged_case([7, 8, 130])
     assert case.error(triton(splits=splits), window=window) < EXACT
 
 
@@ -66,10 +66,9 @@ def test_splits_are_chosen_when_not_given() -> None:
     assert paged_case([400]).error(triton()) < EXACT
 
 
-@pytest.mark.parametrize("splits", [1, 2, 7])
-@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize(("heads", "splits"), [(2, 1), (4, 2), (4, 7)])
 def test_b56_length_zero_and_more_splits_than_blocks(splits: int, heads: int) -> None:
-    case = paged_case([0, 1, 5], [0, 1, 1], heads=heads)
+    case = paged_case([0, 1, 5], [0, 1, 1], heads=heads, kv_heads=heads // 2)
     assert case.error(triton(splits=splits)) < EXACT
 
 
@@ -82,8 +81,7 @@ def test_b56_batch_of_empty_rows_gives_zeros(splits: int) -> None:
     assert case.attend(triton(splits=splits), sinks=torch.ones(4)).abs().max() == 0.0
 
 
-@pytest.mark.parametrize("block_size", [16, 64, 256])
-@pytest.mark.parametrize("splits", [1, 2, 7, None])
+@pytest.mark.parametrize(("block_size", "splits"), [(16, 1), (64, 2), (128, None), (256, 7)])
 def test_b61_the_needle_is_found_at_every_border(block_size: int, splits: int | None) -> None:
     """One key answers a head's query, all others are orthogonal; its value comes back wherever it lies."""
     length = 1030

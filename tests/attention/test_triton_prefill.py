@@ -33,9 +33,9 @@ def test_ragged_batches(seq_lens: list[int], query_lens: list[int], splits: int)
     assert paged_case(seq_lens, query_lens).error(triton(splits=splits)) < EXACT
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (9, 3), (7, 1), (8, 1), (40, 2)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (9, 3), (7, 1), (8, 1), (20, 1)])
 def test_every_group_ratio(heads: int, kv_heads: int) -> None:
-    assert paged_case([30, 41], [30, 9], heads=heads, kv_heads=kv_heads).error(triton()) < EXACT
+    assert paged_case([20, 41], [20, 5], heads=heads, kv_heads=kv_heads).error(triton()) < EXACT
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 48, 64, 256])
@@ -44,9 +44,9 @@ def test_every_block_size(block_size: int) -> None:
     assert case.error(triton()) < EXACT
 
 
-@pytest.mark.parametrize("head_dim", [8, 16, 40, 80, 96, 112, 160, 192, 256])
+@pytest.mark.parametrize("head_dim", [8, 40, 80, 96, 160, 256])
 def test_b57_head_dim_that_is_no_power_of_two(head_dim: int) -> None:
-    assert paged_case([20, 70], [20, 3], head_dim=head_dim).error(triton()) < EXACT
+    assert paged_case([20, 70], [20, 3], kv_heads=1, head_dim=head_dim).error(triton()) < EXACT
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -54,8 +54,7 @@ def test_sixteen_bit(dtype: torch.dtype) -> None:
     assert paged_case([20, 70], [20, 3], dtype=dtype).error(triton(splits=2)) < HALF[dtype]
 
 
-@pytest.mark.parametrize("window", [1, 9, 64])
-@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize(("window", "splits"), [(1, 1), (9, 2), (64, 1)])
 def test_window(window: int, splits: int) -> None:
     """Tokens of one tile see different parts of the history; what lies before all of them is not read."""
     case = paged_case([40, 90, 30], [40, 20, 1])

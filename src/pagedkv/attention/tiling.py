@@ -89,7 +89,7 @@ def prefill_tiling(
 
 
 def shared_tiling(gpu: Gpu, group: int, head_dim: int, compute_bytes: int, quantised: bool, num_seqs: int) -> Tiling:
-    """Tile for the heads of up to ``num_seqs`` sequences that share a prefix: prefill's, but of 64 rows where it fits."""
+    """Tile for the heads of up to ``num_seqs`` sequences that share a prefix: prefill's, of 64 rows where it fits."""
     tiling = prefill_tiling(gpu, group, head_dim, compute_bytes, quantised, num_seqs)
     rows = max(min(tiling.rows, 64), next_power_of_two(group))
     return Tiling(rows, tiling.tile, tiling.num_warps, tiling.num_stages)

@@ -16,14 +16,14 @@ from pagedkv.attention.triton_tile import attend
 
 
 @triton.jit
-def split_range(start, stop, split, TILE: tl.constexpr, NUM_SPLITS: tl.constexpr):
-    """The part of [start, stop) that is split number ``split`` of NUM_SPLITS: whole tiles, or nothing at the end."""
-    length = tl.cdiv(tl.cdiv(tl.maximum(stop - start, 0), NUM_SPLITS), TILE) * TILE
+def split_range(start, stop, split, num_splits, TILE: tl.constexpr):
+    """The part of [start, stop) that is number ``split`` of ``num_splits``: whole tiles, or nothing at the end."""
+    length = tl.cdiv(tl.cdiv(tl.maximum(stop - start, 0), num_splits), TILE) * TILE
     first = start + split * length
     return tl.minimum(first, stop), tl.minimum(first + length, stop)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "first_part", "num_parts"])  # they change from step to step
 def decode_kernel(
     out,
     out_strides,
@@ -43,6 +43,8 @@ def decode_kernel(
     k_strides,
     v_strides,
     scale_strides,
+    first_part,
+    num_parts,
     sinks,
     scale,
     softcap,
@@ -53,9 +55,8 @@ def decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    FIRST_PART: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
+    SHARED: tl.constexpr,
+    DIRECT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
@@ -63,9 +64,9 @@ def decode_kernel(
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (B, Hkv, NUM_SPLITS). ROWS is GROUP rounded up to what a matrix unit takes, or 1.
+    """Grid (B, Hkv, splits). ROWS is GROUP rounded up to what a matrix unit takes, or 1.
 
-    shared_lens [B] int32 (read where FIRST_PART > 0): leading positions that the shared-prefix launch has taken.
+    shared_lens [B] int32 (read if SHARED): leading positions that the shared-prefix launch has taken.
     """
     seq = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -75,11 +76,11 @@ def decode_kernel(
         return
     length = tl.load(seq_lens + seq)
     start = tl.zeros_like(length)
-    if FIRST_PART > 0:
+    if SHARED:
         start += tl.load(shared_lens + seq)
     if WINDOW > 0:
         start = tl.maximum(start, length - WINDOW)
-    start, stop = split_range(tl.minimum(start, length), length, split, TILE, NUM_SPLITS)
+    start, stop = split_range(tl.minimum(start, length), length, split, tl.num_programs(2), TILE)
 
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
@@ -100,6 +101,6 @@ def decode_kernel(
         ROWS, TILE, HEAD_DIM, BLOCK_D, BLOCK_SIZE, False, SOFTCAP, KV_FORMAT, PRECISION, MASKED=True,
     )  # fmt: skip
     finish(
-        peak, total, acc, tokens, heads, counts, out, out_strides, part_acc, part_lse, FIRST_PART + split, sinks,
-        HEAD_DIM, BLOCK_D, NUM_HEADS, NUM_PARTS, SINKS,
+        peak, total, acc, tokens, heads, counts, out, out_strides, part_acc, part_lse, first_part + split, num_parts,
+        sinks, HEAD_DIM, BLOCK_D, NUM_HEADS, DIRECT, SINKS,
     )  # fmt: skip

@@ -174,7 +174,8 @@ class AttentionCall:
             **self._result(parts),
             "seq_lens": self.batch.seq_lens,
             "num_seqs": self.batch.num_seqs,
-            "NUM_SPLITS": splits,
+            "num_parts": splits,
+            "DIRECT": splits == 1,
         }
         grid = (num_tiles, self.num_kv_heads, splits)
         attend = Launch(prefill_kernel, grid, arguments, tiling.num_warps, tiling.num_stages)
@@ -205,8 +206,7 @@ class AttentionCall:
             "group_start": shared.group_start,
             "members": shared.members,
             "num_groups": num_groups,
-            "NUM_SPLITS": first,
-            "NUM_PARTS": first + own,
+            "num_parts": first + own,
         }
         grid = (num_tiles, self.num_kv_heads, first)
         return [
@@ -229,9 +229,10 @@ class AttentionCall:
             **self._result(parts),
             "seq_lens": self.batch.seq_lens,
             "shared_lens": shared_lens,
-            "NUM_SPLITS": splits,
-            "FIRST_PART": first_part,
-            "NUM_PARTS": num_parts,
+            "first_part": first_part,
+            "num_parts": num_parts,
+            "SHARED": first_part > 0,
+            "DIRECT": num_parts == 1,
         }
         grid = (self.batch.num_seqs, self.num_kv_heads, splits)
         return Launch(decode_kernel, grid, arguments, tiling.num_warps, tiling.num_stages)
@@ -248,7 +249,7 @@ class AttentionCall:
             "HEAD_DIM": head_dim,
             "BLOCK_D": wide,
             "NUM_HEADS": num_heads,
-            "NUM_PARTS": num_parts,
+            "num_parts": num_parts,
         }
         return [Launch(merge_kernel, (num_tokens, -(-num_heads // heads)), arguments, num_warps=min(4, heads))]
 

@@ -26,18 +26,22 @@ def finish(
     part_acc,
     part_lse,
     part,
+    num_parts,
     sinks,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     NUM_HEADS: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
+    DIRECT: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Write the state of rows (tokens[i], heads[i]) where counts[i]; ``part`` is this program's place in the parts."""
+    """Write the state of rows (tokens[i], heads[i]) where counts[i]; ``part`` is this program's place in the parts.
+
+    DIRECT: there is one part only, so this is the result.
+    """
     dims = tl.arange(0, BLOCK_D)
     mask = counts[:, None] & (dims < HEAD_DIM)[None, :]
     tokens = tokens.to(tl.int64)
-    if NUM_PARTS == 1:
+    if DIRECT:
         if SINKS:
             sink = tl.load(sinks + heads, mask=counts, other=0.0).to(tl.float32) * LOG2_E
             new_peak = tl.maximum(peak, sink)
@@ -49,25 +53,25 @@ def finish(
         at = (tokens * out_strides[0] + heads * out_strides[1])[:, None] + (dims * out_strides[2])[None, :]
         tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
     else:
-        row = (tokens * NUM_HEADS + heads) * NUM_PARTS + part
+        row = (tokens * NUM_HEADS + heads) * num_parts + part
         some = total > 0.0
         safe = tl.where(some, total, 1.0)
         tl.store(part_lse + row, tl.where(some, peak + tl.log2(safe), float("-inf")), mask=counts)
         tl.store(part_acc + row[:, None] * HEAD_DIM + dims[None, :], acc / safe[:, None], mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])  # it changes from step to step
 def merge_kernel(
     out,
     out_strides,
     part_acc,
     part_lse,
+    num_parts,
     sinks,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     NUM_HEADS: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
     SINKS: tl.constexpr,
 ):
     """Join the parts of HEADS query heads of one token. Grid (T, ceil(Hq / HEADS))."""
@@ -76,9 +80,9 @@ def merge_kernel(
     dims = tl.arange(0, BLOCK_D)
     counts = heads < NUM_HEADS
     mask = counts[:, None] & (dims < HEAD_DIM)[None, :]
-    rows = (token * NUM_HEADS + heads) * NUM_PARTS
+    rows = (token * NUM_HEADS + heads) * num_parts
     peak = tl.full([HEADS], float("-inf"), tl.float32)
-    for part in range(NUM_PARTS):
+    for part in range(num_parts):
         peak = tl.maximum(peak, tl.load(part_lse + rows + part, mask=counts, other=float("-inf")))
     if SINKS:
         sink = tl.load(sinks + heads, mask=counts, other=0.0).to(tl.float32) * LOG2_E
@@ -88,7 +92,7 @@ def merge_kernel(
     if SINKS:
         total += tl.exp2(sink - origin)
     acc = tl.zeros([HEADS, BLOCK_D], tl.float32)
-    for part in range(NUM_PARTS):
+    for part in range(num_parts):
         weight = tl.exp2(tl.load(part_lse + rows + part, mask=counts, other=float("-inf")) - origin)
         total += weight
         at = (rows + part)[:, None] * HEAD_DIM + dims[None, :]

@@ -35,7 +35,7 @@ def find_tile(starts, num_items, tile, TOKENS: tl.constexpr):
     return low, tile - (tl.load(starts + low) // TOKENS + low)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "table_stride", "num_parts"])  # they change from step to step
 def prefill_kernel(
     out,
     out_strides,
@@ -55,6 +55,7 @@ def prefill_kernel(
     k_strides,
     v_strides,
     scale_strides,
+    num_parts,
     sinks,
     scale,
     softcap,
@@ -65,7 +66,7 @@ def prefill_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    DIRECT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
@@ -73,7 +74,7 @@ def prefill_kernel(
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (T // TOKENS + B, Hkv, NUM_SPLITS) with TOKENS = ROWS // GROUP query tokens to a tile."""
+    """Grid (T // TOKENS + B, Hkv, splits) with TOKENS = ROWS // GROUP query tokens to a tile."""
     TOKENS: tl.constexpr = ROWS // GROUP
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -99,7 +100,7 @@ def prefill_kernel(
     if WINDOW > 0:
         start = tl.maximum(start, history + tile * TOKENS + 1 - WINDOW)
     stop = history + tl.minimum(tile * TOKENS + TOKENS, num_new)
-    start, stop = split_range(start, stop, split, TILE, NUM_SPLITS)
+    start, stop = split_range(start, stop, split, tl.num_programs(2), TILE)
     begins = ends - WINDOW
     ends = tl.minimum(ends, stop)
 
@@ -121,6 +122,6 @@ def prefill_kernel(
         ROWS, TILE, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW > 0, SOFTCAP, KV_FORMAT, PRECISION, MASKED=True,
     )  # fmt: skip
     finish(
-        peak, total, acc, tokens, heads, counts, out, out_strides, part_acc, part_lse, split, sinks,
-        HEAD_DIM, BLOCK_D, NUM_HEADS, NUM_SPLITS, SINKS,
+        peak, total, acc, tokens, heads, counts, out, out_strides, part_acc, part_lse, split, num_parts,
+        sinks, HEAD_DIM, BLOCK_D, NUM_HEADS, DIRECT, SINKS,
     )  # fmt: skip

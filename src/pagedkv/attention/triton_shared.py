@@ -18,7 +18,7 @@ from pagedkv.attention.triton_prefill import find_tile
 from pagedkv.attention.triton_tile import attend
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups", "table_stride", "num_parts"])  # they change from step to step
 def shared_prefix_kernel(
     part_acc,
     part_lse,
@@ -39,6 +39,7 @@ def shared_prefix_kernel(
     k_strides,
     v_strides,
     scale_strides,
+    num_parts,
     scale,
     softcap,
     ROWS: tl.constexpr,
@@ -48,15 +49,13 @@ def shared_prefix_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     KV_FORMAT: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid (B // SEQS + num_groups, Hkv, NUM_SPLITS) with SEQS = ROWS // GROUP sequences to a tile.
+    """Grid (B // SEQS + num_groups, Hkv, splits) with SEQS = ROWS // GROUP sequences to a tile.
 
     group_start [num_groups + 1] int32 cuts members [B] int32 (sequence numbers, each once) into groups;
     shared_lens [B] int32 is the same for all members of a group.
@@ -87,7 +86,7 @@ def shared_prefix_kernel(
     start = tl.zeros_like(stop)
     if WINDOW > 0:  # the shortest member looks back furthest
         start = tl.maximum(start, tl.min(tl.where(counts, ends, 2147483647), axis=0) - WINDOW)
-    start, stop = split_range(tl.minimum(start, stop), stop, split, TILE, NUM_SPLITS)
+    start, stop = split_range(tl.minimum(start, stop), stop, split, tl.num_programs(2), TILE)
     begins = ends - WINDOW
     ends = tl.minimum(ends, stop)
 
@@ -101,6 +100,6 @@ def shared_prefix_kernel(
         ROWS, TILE, HEAD_DIM, BLOCK_D, BLOCK_SIZE, WINDOW > 0, SOFTCAP, KV_FORMAT, PRECISION, MASKED=True,
     )  # fmt: skip
     finish(
-        peak, total, acc, tokens, heads, counts, part_acc, q_strides, part_acc, part_lse, split, part_acc,
-        HEAD_DIM, BLOCK_D, NUM_HEADS, NUM_PARTS, False,
+        peak, total, acc, tokens, heads, counts, part_acc, q_strides, part_acc, part_lse, split, num_parts,
+        part_acc, HEAD_DIM, BLOCK_D, NUM_HEADS, False, False,
     )  # fmt: skip
