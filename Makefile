@@ -47,7 +47,8 @@ bench: setup
 	$(BIN)/python bench/quick.py
 
 docs: setup
-	$(BIN)/python tools/make_docs.py
+	$(BIN)/pagedkv plot utilisation --out docs/images
+	$(BIN)/pagedkv plot prefix --out docs/images
 
 sanitize: setup
 	tools/sanitize.sh

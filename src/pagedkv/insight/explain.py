@@ -7,7 +7,7 @@ two prompts: where their tokens part, how many blocks they can share, and what t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from pagedkv.cache.keys import KeyScope
 from pagedkv.cache.report import AttachReport, StopReason
@@ -102,13 +102,13 @@ def _differences(ours: KeyScope | None, theirs: KeyScope | None) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How much two prompts can share.
+    """How much prompt B reuses after prompt A was computed.
 
     num_common:      leading tokens that are equal
-    num_shared:      tokens that B reuses after A, by whole blocks and then by copy-on-write within one
-    num_full_blocks: whole blocks of these
-    common_text:     leading characters that are equal, None where no text was given
-    note:            what template or tokenizer had to do with it; "" if nothing
+    num_shared:      tokens that B reuses: whole blocks of A, then the common part of the next one (copied on write)
+    num_full_blocks: the whole blocks among them
+    after, says_a, says_b: the text before the place where they part, and how each goes on ("" where it ends there)
+    note:            what the tokenizer had to do with it; "" if nothing
     """
 
     num_tokens_a: int
@@ -117,14 +117,16 @@ class Comparison:
     num_common: int
     num_shared: int
     num_full_blocks: int
-    common_text: int | None = None
+    after: str = ""
+    says_a: str = ""
+    says_b: str = ""
     note: str = ""
 
 
 def compare(a: Sequence[int], b: Sequence[int], block_size: int) -> Comparison:
-    """What B finds in the cache after A was computed and published."""
+    """What B finds in the cache after A was computed and its full blocks published."""
     common = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    published = len(a) // block_size * block_size  # of A, only full blocks are in the cache
+    published = len(a) // block_size * block_size
     shared = max(0, min(common, published, len(b) - 1))
     return Comparison(len(a), len(b), block_size, common, shared, shared // block_size)
 
@@ -132,30 +134,69 @@ def compare(a: Sequence[int], b: Sequence[int], block_size: int) -> Comparison:
 def compare_texts(
     text_a: str, text_b: str, encode: Callable[[str], list[int]], decode: Decode, block_size: int
 ) -> Comparison:
-    """``compare`` for rendered prompts, with a note where tokens part earlier than characters do."""
+    """``compare`` for rendered prompts, with the texts around the place where they part."""
     a, b = encode(text_a), encode(text_b)
     plain = compare(a, b, block_size)
-    chars = next((i for i, (x, y) in enumerate(zip(text_a, text_b, strict=False)) if x != y), None)
-    chars = min(len(text_a), len(text_b)) if chars is None else chars
-    covered = len(decode(a[: plain.num_common]))
+    at = plain.num_common
+    before, equal = decode(a[:at]), _num_equal(text_a, text_b)
     note = ""
-    if covered < chars:
-        lost = text_a[covered:chars]
+    lost = text_a[len(before) : equal]
+    if lost.strip() and at < min(len(a), len(b)):
         note = (
-            f"The texts are equal for {chars - covered} characters more ({_short(lost)!r}), but the tokenizer joins "
-            f"them with what follows into other tokens."
+            f"The texts are equal for {len(lost)} characters more ({_short(lost)!r}): the tokenizer joins them with "
+            "what follows into other tokens."
         )
-    return Comparison(
-        plain.num_tokens_a,
-        plain.num_tokens_b,
-        block_size,
-        plain.num_common,
-        plain.num_shared,
-        plain.num_full_blocks,
-        chars,
-        note,
+    return replace(
+        plain,
+        after=_tail(before),
+        says_a=_short(decode(a[at : at + SHOWN_TOKENS])),
+        says_b=_short(decode(b[at : at + SHOWN_TOKENS])),
+        note=note,
     )
+
+
+def tell(found: Comparison) -> str:
+    """A comparison in a few lines."""
+    size, shared = found.block_size, found.num_shared
+    lines = [
+        f"A has {found.num_tokens_a:,} tokens, B {found.num_tokens_b:,}; {found.num_common:,} at the start are equal."
+    ]
+    if found.num_common == min(found.num_tokens_a, found.num_tokens_b):
+        shorter = "A" if found.num_tokens_a <= found.num_tokens_b else "B"
+        lines.append(f"They do not part: {shorter} is the beginning of the other, or both are the same.")
+    else:
+        block, offset = divmod(found.num_common, size)
+        lines.append(f"They part at token {found.num_common:,} (block {block}, offset {offset}).")
+        lines.append(f"After {found.after!r} A says {found.says_a!r}, B says {found.says_b!r}.")
+    if found.note:
+        lines.append(found.note)
+    partial = shared - found.num_full_blocks * size
+    copied = f" and {partial} tokens of one more, copied on the first write" if partial else ""
+    lines.append(
+        f"After A, B reuses {shared:,} tokens ({_blocks(found.num_full_blocks, size)}{copied}) "
+        f"and computes {found.num_tokens_b - shared:,}."
+    )
+    if found.num_common > shared and shared < found.num_tokens_b - 1:
+        lines.append(f"A's last {found.num_tokens_a % size} tokens fill no block, so they are not in the cache.")
+    if shared == found.num_tokens_b - 1:
+        lines.append("All of B was there; its last token is computed for its logits.")
+    return "\n".join(lines)
+
+
+SHOWN_TOKENS = 8
+
+
+def _blocks(count: int, size: int) -> str:
+    return f"{count:,} block{'' if count == 1 else 's'} of {size}"
+
+
+def _num_equal(a: str, b: str) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _short(text: str, most: int = 40) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _tail(text: str, most: int = 40) -> str:
+    return text if len(text) <= most else "..." + text[3 - most :]
