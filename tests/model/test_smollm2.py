@@ -47,6 +47,7 @@ def theirs(path: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
 
 
+@pytest.mark.timeout(300)  # most of it is transformers reading the file
 def test_greedy_tokens_are_those_of_transformers(ours: LoadedModel, theirs: Any) -> None:
     """transformers sees each prompt with our text after it, in one pass: its best token at every place must be the one
     that stands there. By induction that is its own greedy text."""
