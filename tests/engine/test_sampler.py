@@ -155,7 +155,8 @@ def test_a_row_does_not_depend_on_the_batch(vocab: int, draws: int) -> None:
 
 
 def test_weights_of_a_row_are_bitwise_those_of_the_row_alone() -> None:
-    from pagedkv.engine.draw import keep_thresholds, weigh
+    from pagedkv.engine.draw import keep_thresholds
+    from pagedkv.engine.rowwise import weigh
 
     logits = torch.randn(7, 5003, generator=torch.Generator().manual_seed(1)) * 4
     best, inverse = logits.amax(-1), torch.linspace(0.3, 2, 7)

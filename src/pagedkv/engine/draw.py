@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from pagedkv.engine.params import SamplingParams
+from pagedkv.engine.rowwise import CHUNK
 
-CHUNK = 256  # columns whose weights are summed before the search looks inside
 STRETCH = 32  # columns of which only the maximum is looked at first
 WIDTHS = (64, 1024)  # largest values looked at before a whole row is sorted
 
@@ -37,18 +37,6 @@ def request_seed(params: SamplingParams, engine_seed: int, request_key: int) -> 
         return params.seed & (2**64 - 1)
     key = struct.pack("<QQ", engine_seed & (2**64 - 1), request_key)
     return int.from_bytes(hashlib.blake2b(key, digest_size=8, person=b"request").digest(), "little")
-
-
-def weigh(logits: Tensor, best: Tensor, inverse: Tensor) -> Tensor:
-    """exp((logit - best) / temperature), the likeliest token has weight 1.
-
-    logits float32 [D, V], best [D] (finite), inverse temperature [D] -> float32 [D, V rounded up to CHUNK], 0 past V
-    """
-    num_rows, num_ids = logits.shape
-    weights = logits.new_empty((num_rows, -(-num_ids // CHUNK) * CHUNK))
-    weights[:, num_ids:] = -torch.inf
-    torch.sub(logits, best.unsqueeze(1), out=weights[:, :num_ids])
-    return weights.mul_(inverse.unsqueeze(1)).exp_()
 
 
 def draw(weights: Tensor, chances: Tensor) -> Tensor:

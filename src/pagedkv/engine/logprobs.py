@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.engine.outputs import Logprob, TokenLogprobs
+from pagedkv.engine.rowwise import normaliser, num_above
 
 PIECE = 128  # rows of a prompt handled at once, which bounds the memory of a long one
 
@@ -24,12 +25,12 @@ def most_likely(
     number of tokens with a larger logit.
     """
     ids = torch.tensor(chosen, device=logits.device)
-    normaliser = logits.logsumexp(-1, keepdim=True)
+    total = normaliser(logits)
     own = logits.gather(1, ids.unsqueeze(1))
-    ranks = ((logits > own).sum(-1) + 1).tolist()
-    own_values = (own - normaliser).squeeze(1).tolist()
+    ranks = [count + 1 for count in num_above(logits, own)]
+    own_values = (own - total).squeeze(1).tolist()
     top = logits.topk(min(max(numbers, default=0), logits.shape[1]))
-    columns = zip(top.values.tolist(), (top.values - normaliser).tolist(), top.indices.tolist(), strict=True)
+    columns = zip(top.values.tolist(), (top.values - total).tolist(), top.indices.tolist(), strict=True)
     text = token_text or _no_text
     result: list[TokenLogprobs] = []
     for i, (raw, values, found) in enumerate(columns):
