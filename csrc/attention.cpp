@@ -41,6 +41,13 @@ class ThreadScratch {
 };
 thread_local ThreadScratch thread_scratch;
 
+int64_t take(const AttentionPlan& plan) {
+  int64_t index;
+#pragma omp atomic capture
+  index = plan.cursor++;
+  return index;
+}
+
 }  // namespace
 
 const AttentionKernels& attention_kernels() {
@@ -66,8 +73,14 @@ void attention_team(const AttentionPlan& plan, const AttentionArgs& args) {
   const AttentionKernels& kernels = attention_kernels();
   void* scratch = thread_scratch.get(attention_scratch_bytes(plan.batch.head_dim, plan.group()));
   const int64_t num_items = static_cast<int64_t>(plan.items.size());
-#pragma omp for schedule(dynamic, 1)
-  for (int64_t i = 0; i < num_items; ++i) kernels.run_item(plan, args, plan.items[i], scratch);
+#pragma omp single
+  plan.cursor = 0;
+  // taken one ahead, so that a thread can fetch the beginning of its next item while it ends this one
+  for (int64_t i = take(plan), following; i < num_items; i = following) {
+    following = take(plan);
+    kernels.run_item(plan, args, plan.items[i], following < num_items ? &plan.items[following] : nullptr, scratch);
+  }
+#pragma omp barrier
   if (plan.split_tokens.empty()) return;
   const int64_t heads = plan.batch.num_heads, num_merges = static_cast<int64_t>(plan.split_tokens.size()) * heads;
 #pragma omp for schedule(static)
@@ -78,6 +91,15 @@ void attention_team(const AttentionPlan& plan, const AttentionArgs& args) {
 void attention(const AttentionPlan& plan, const AttentionArgs& args) {
 #pragma omp parallel if (plan.cost > kSerialCost)
   attention_team(plan, args);
+}
+
+float read_stream(const float* data, int64_t n) {
+  constexpr int64_t kChunk = 1 << 16;
+  const AttentionKernels& kernels = attention_kernels();
+  float total = 0.0f;
+#pragma omp parallel for schedule(static) reduction(+ : total)
+  for (int64_t i = 0; i < n; i += kChunk) total += kernels.read(data + i, n - i < kChunk ? n - i : kChunk);
+  return total;
 }
 
 void check_slots(const int64_t* slots, int64_t n, int64_t num_slots) {

@@ -108,6 +108,7 @@ class AttentionPlan {
   int64_t cost = 0;                       // of all items, in tile rows
   int64_t num_partials = 0;               // partials are [num_partials][Hq][partial_stride()]
   mutable std::vector<float> partials;    // each: max, sum, padding to 16, then D values
+  mutable int64_t cursor = 0;             // the next item that no thread has taken
   int64_t partial_stride() const { return 16 + (batch.head_dim + 15) / 16 * 16; }
   int32_t group() const { return batch.num_heads / batch.num_kv_heads; }
 };
@@ -134,11 +135,16 @@ void write_kv(const WriteArgs& args);                            // checks, open
 void check_slots(const int64_t* slots, int64_t n, int64_t num_slots);
 void write_kv_rows(const WriteArgs& args, int64_t first, int64_t last);  // tokens [first, last): one thread, no checks
 
+// Read n floats with every thread, as fast as this processor can: the yardstick of the benchmarks.
+float read_stream(const float* data, int64_t n);
+
 // The functions that exist once per instruction set.
 struct AttentionKernels {
-  void (*run_item)(const AttentionPlan&, const AttentionArgs&, const WorkItem&, void* scratch);
+  // `next` is what this thread will run after it (its first tile is fetched ahead), or nullptr.
+  void (*run_item)(const AttentionPlan&, const AttentionArgs&, const WorkItem&, const WorkItem* next, void* scratch);
   void (*merge)(const AttentionPlan&, const AttentionArgs&, int32_t token, int32_t head);
   void (*write_rows)(const WriteArgs&, int64_t first, int64_t last);
+  float (*read)(const float* data, int64_t n);  // a sum: the fastest plain read, for measuring
 };
 const AttentionKernels& attention_kernels();
 int64_t attention_scratch_bytes(int head_dim, int group);  // 64-byte aligned, one per thread

@@ -37,6 +37,10 @@ static inline __m512i look_up(const uint8_t* table, __m512i bytes, __mmask64 upp
 
 struct BFloats {
   static constexpr int kPerDword = 2;
+  template <class T>
+  static constexpr bool direct() {
+    return sizeof(T) == sizeof(bfloat_t);
+  }
 
   static inline vf mac(vf sum, vf packed, float a) {
     return _mm512_dpbf16_ps(sum, (__m512bh)packed, (__m512bh)_mm512_set1_ps(a));
@@ -70,44 +74,120 @@ struct BFloats {
     return _mm512_scalef_ps(p, n);
   }
 
+  // kDims dims of a row, zeros from there to 32.
+  template <bool Whole>
   static inline __m512i load_dims(const bfloat_t* from, int left) {
-    if (left >= 32) return _mm512_loadu_si512(from);
-    return _mm512_maskz_loadu_epi16((1u << left) - 1, from);
+    return Whole ? _mm512_loadu_si512(from) : _mm512_maskz_loadu_epi16((1u << left) - 1, from);
   }
 
-  static void pack_keys(const bfloat_t* const* rows, int D, int, float* to, float*) {
-    for (int d = 0; d < D; d += 32)
-      for (int s = 0; s < kTile; s += 16) {
-        __m512 r[16];
-        for (int i = 0; i < 16; ++i) r[i] = _mm512_castsi512_ps(load_dims(rows[s + i] + d, D - d));
-        transpose_registers(r);
-        float* out = to + d / 2 * kTile + s;
-        for (int i = 0; i < 16; ++i) store(out + i * kTile, r[i]);
-      }
+  template <bool Whole>
+  static inline void transpose_keys(const bfloat_t* const* rows, int d, int left, float* to, Ahead& ahead) {
+    __m512 r[16];
+    for (int i = 0; i < 16; ++i) r[i] = _mm512_castsi512_ps(load_dims<Whole>(rows[i] + d, left));
+    transpose_registers(r);
+    for (int i = 0; i < 4; ++i) ahead.step();
+    for (int i = 0; i < 16; ++i) store(to + i * kTile, r[i]);
   }
 
-  static void pack_values(const bfloat_t* const* rows, int D, int padded, float* to, float*) {
-    alignas(64) static const uint16_t kFirst[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                    8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    const __m512i first = _mm512_load_si512(kFirst), second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
-    for (int s = 0; s < kTile; s += 2)
-      for (int d = 0; d < D; d += 32) {
-        const __m512i a = load_dims(rows[s] + d, D - d), b = load_dims(rows[s + 1] + d, D - d);
-        float* out = to + s / 2 * padded + d;
-        _mm512_storeu_si512(out, _mm512_permutex2var_epi16(a, first, b));
-        if (D - d > 16) _mm512_storeu_si512(out + 16, _mm512_permutex2var_epi16(a, second, b));
+  static void pack_keys(const bfloat_t* const* rows, int D, int, float* to, float*, Ahead& ahead) {
+    int d = 0;
+    for (; d + 32 <= D; d += 32)
+      for (int s = 0; s < kTile; s += 16) transpose_keys<true>(rows + s, d, 32, to + d / 2 * kTile + s, ahead);
+    if (d < D)
+      for (int s = 0; s < kTile; s += 16) transpose_keys<false>(rows + s, d, D - d, to + d / 2 * kTile + s, ahead);
+  }
+
+  // Two rows of 32 dims, their numbers paired.
+  struct Pairs {
+    alignas(64) static constexpr uint16_t kFirst[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                        8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    const __m512i first = _mm512_load_si512(kFirst);
+    const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+    inline vf low(__m512i a, __m512i b) const { return _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, first, b)); }
+    inline vf high(__m512i a, __m512i b) const { return _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, second, b)); }
+  };
+
+  static void pack_values(const bfloat_t* const* rows, int D, int padded, float* to, float*, Ahead& ahead) {
+    const Pairs pairs;
+    for (int s = 0; s < kTile; s += 2) {
+      ahead.step();
+      float* out = to + s / 2 * padded;
+      int d = 0;
+      for (; d + 32 <= D; d += 32) {
+        const __m512i a = load_dims<true>(rows[s] + d, 32), b = load_dims<true>(rows[s + 1] + d, 32);
+        store(out + d, pairs.low(a, b));
+        store(out + d + 16, pairs.high(a, b));
       }
+      if (d < D) {
+        const __m512i a = load_dims<false>(rows[s] + d, D - d), b = load_dims<false>(rows[s + 1] + d, D - d);
+        store(out + d, pairs.low(a, b));
+        if (D - d > 16) store(out + d + 16, pairs.high(a, b));
+      }
+    }
+  }
+
+  // Weighted values for few rows, straight from the pool: the pairs stay in registers.
+  static constexpr int kDirectRows = 24;
+
+  template <int R, int V, bool Whole>  // V vectors of 16 dims
+  static inline void add_values(const bfloat_t* const* rows, int d, int left, const float* weights, float* out,
+                                int stride, const float* start, Ahead& ahead) {
+    const Pairs pairs;
+    vf sum[R][V];
+    for (int q = 0; q < R; ++q)
+      for (int v = 0; v < V; ++v) sum[q][v] = mul(load(out + q * stride + v * 16), splat(start[q]));
+    for (int s = 0; s < kTile; s += 2) {
+      ahead.step();
+      ahead.step();
+      vf b[V];
+      for (int v = 0; v < V; v += 2) {
+        const __m512i x = load_dims<Whole>(rows[s] + d + v * 16, left);
+        const __m512i y = load_dims<Whole>(rows[s + 1] + d + v * 16, left);
+        b[v] = pairs.low(x, y);
+        if (v + 1 < V) b[v + 1] = pairs.high(x, y);
+      }
+      for (int q = 0; q < R; ++q)
+        for (int v = 0; v < V; ++v) sum[q][v] = mac(sum[q][v], b[v], weights[q * kTile + s / 2]);
+    }
+    for (int q = 0; q < R; ++q)
+      for (int v = 0; v < V; ++v) store(out + q * stride + v * 16, sum[q][v]);
+  }
+
+  template <int R>
+  static void values(const bfloat_t* const* rows, int D, const float* weights, float* out, int stride,
+                     const float* start, Ahead& ahead) {
+    int d = 0;
+    for (; d + 64 <= D; d += 64) add_values<R, 4, true>(rows, d, 32, weights, out + d, stride, start, ahead);
+    if (d + 32 <= D) {
+      add_values<R, 2, true>(rows, d, 32, weights, out + d, stride, start, ahead);
+      d += 32;
+    }
+    if (D - d > 16) add_values<R, 2, false>(rows, d, D - d, weights, out + d, stride, start, ahead);
+    else if (d < D) add_values<R, 1, false>(rows, d, D - d, weights, out + d, stride, start, ahead);
+  }
+
+  static void weigh(int count, const bfloat_t* const* rows, int D, const float* weights, float* out, int stride,
+                    const float* start, Ahead& ahead) {
+    switch (count) {
+      case 1: return values<1>(rows, D, weights, out, stride, start, ahead);
+      case 2: return values<2>(rows, D, weights, out, stride, start, ahead);
+      case 3: return values<3>(rows, D, weights, out, stride, start, ahead);
+      case 4: return values<4>(rows, D, weights, out, stride, start, ahead);
+      case 5: return values<5>(rows, D, weights, out, stride, start, ahead);
+      default: return values<6>(rows, D, weights, out, stride, start, ahead);
+    }
   }
 
   // Bytes: widen the rows first.
   template <class T>
-  static void widen_bytes(const T* const* rows, int D, float* wide, const bfloat_t** at) {
+  static void widen_bytes(const T* const* rows, int D, float* wide, const bfloat_t** at, Ahead& ahead) {
     const ByteTable& table = table_of(rows[0]);
     const int stride = round_up(D, 32);
     const __m512i spread = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // unpack works inside 128 bits
     for (int s = 0; s < kTile; ++s) {
       bfloat_t* out = reinterpret_cast<bfloat_t*>(wide) + s * stride;
       at[s] = out;
+      if (s % 2) ahead.step();
       for (int d = 0; d < D; d += 64) {
         const int left = D - d;
         __m512i bytes = left >= 64 ? _mm512_loadu_si512(rows[s] + d)
@@ -121,16 +201,16 @@ struct BFloats {
     }
   }
   template <class T>
-  static void pack_keys(const T* const* rows, int D, int padded, float* to, float* wide) {
+  static void pack_keys(const T* const* rows, int D, int padded, float* to, float* wide, Ahead& ahead) {
     const bfloat_t* at[kTile];
-    widen_bytes(rows, D, wide, at);
-    pack_keys(at, D, padded, to, wide);
+    widen_bytes(rows, D, wide, at, ahead);
+    pack_keys(at, D, padded, to, wide, ahead);
   }
   template <class T>
-  static void pack_values(const T* const* rows, int D, int padded, float* to, float* wide) {
+  static void pack_values(const T* const* rows, int D, int padded, float* to, float* wide, Ahead& ahead) {
     const bfloat_t* at[kTile];
-    widen_bytes(rows, D, wide, at);
-    pack_values(at, D, padded, to, wide);
+    widen_bytes(rows, D, wide, at, ahead);
+    pack_values(at, D, padded, to, wide, ahead);
   }
 };
 

@@ -32,11 +32,7 @@ static inline vf exp2_negative(vf x) {
   return mul(p, power_of_two(n));
 }
 
-static inline float exp2_negative(float x) {
-  float lanes[kLanes];
-  store(lanes, exp2_negative(splat(x)));
-  return lanes[0];
-}
+static inline float exp2_negative(float x) { return x == 0.0f ? 1.0f : first_lane(exp2_negative(splat(x))); }
 
 static inline vf tanh(vf x) {  // from 2^(-2 |x| log2 e), so nothing overflows
   const vf magnitude = max(x, sub(splat(0.0f), x));
@@ -54,9 +50,30 @@ static inline void widen_row(const T* from, int D, float* to, int padded) {
   for (; d < padded; ++d) to[d] = 0.0f;
 }
 
+// The rows of the next tile on their way to the second-level cache, a few at a time between the instructions of this
+// tile: a burst would fill the queue of misses and stall. (Into the first level it is half as fast: fewer misses may be
+// outstanding there.)
+struct Ahead {
+  const char* const* row = nullptr;
+  const char* const* end = nullptr;
+  int bytes = 0;
+
+  inline void step() {
+    if (row == end) return;
+    const char* at = *row++;
+    prefetch(at);
+    if (bytes > 64) prefetch(at + 64);
+    for (int b = 128; b < bytes; b += 64) prefetch(at + b);
+  }
+};
+
 // Numbers as they are multiplied: one float in a dword.
 struct Floats {
   static constexpr int kPerDword = 1;
+  template <class T>
+  static constexpr bool direct() {
+    return false;
+  }
   static inline vf mac(vf sum, vf packed, float a) { return fma(splat(a), packed, sum); }
   template <class T>
   static inline void row(const T* from, int D, float* to, int padded) {
@@ -65,15 +82,19 @@ struct Floats {
   static inline void weights(float* to, int slot, vf p) { store(to + slot, p); }
   static inline vf exp2(vf x) { return exp2_negative(x); }
   template <class T>
-  static void pack_values(const T* const* rows, int D, int padded, float* to, float*) {
-    for (int s = 0; s < kTile; ++s) widen_row(rows[s], D, to + s * padded, padded);
+  static void pack_values(const T* const* rows, int D, int padded, float* to, float*, Ahead& ahead) {
+    for (int s = 0; s < kTile; ++s) {
+      widen_row(rows[s], D, to + s * padded, padded);
+      if (s % 2) ahead.step();
+    }
   }
   template <class T>
-  static void pack_keys(const T* const* rows, int D, int padded, float* to, float* wide) {
+  static void pack_keys(const T* const* rows, int D, int padded, float* to, float* wide, Ahead& ahead) {
     const float* at[kTile];
     for (int s = 0; s < kTile; ++s) {
       at[s] = wide + s * padded;
       widen_row(rows[s], D, wide + s * padded, padded);
+      if (s % 2) ahead.step();
     }
     for (int d = 0; d < D; d += kLanes)
       for (int s = 0; s < kTile; s += kLanes) transpose(at + s, d, to + d * kTile + s, kTile);
@@ -91,12 +112,13 @@ namespace pagedkv::PAGEDKV_NS {
 // sums[r][0 .. V lanes) = start[r] * sums + a[r] x packed over n dwords, in order. V vectors of R rows in registers.
 template <class F, int R, int V>
 static void multiply(const float* a, int a_stride, const float* packed, int packed_stride, float* sums, int stride,
-                     const float* start, int n) {
+                     const float* start, int n, Ahead& ahead) {
   vf sum[R][V];
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v)
       sum[r][v] = start == nullptr ? splat(0.0f) : mul(load(sums + r * stride + v * kLanes), splat(start[r]));
   for (int i = 0; i < n; ++i) {
+    ahead.step();
     vf b[V];
     for (int v = 0; v < V; ++v) b[v] = load(packed + i * packed_stride + v * kLanes);
     for (int r = 0; r < R; ++r)
@@ -108,24 +130,24 @@ static void multiply(const float* a, int a_stride, const float* packed, int pack
 
 template <class F, int R>
 static void multiply_columns(const float* a, int a_stride, const float* packed, int packed_stride, float* sums,
-                             int stride, const float* start, int n, int columns) {
+                             int stride, const float* start, int n, int columns, Ahead& ahead) {
   int c = 0;
   for (; c + kBlockVectors * kLanes <= columns; c += kBlockVectors * kLanes)
-    multiply<F, R, kBlockVectors>(a, a_stride, packed + c, packed_stride, sums + c, stride, start, n);
+    multiply<F, R, kBlockVectors>(a, a_stride, packed + c, packed_stride, sums + c, stride, start, n, ahead);
   for (; c < columns; c += kLanes)
-    multiply<F, R, 1>(a, a_stride, packed + c, packed_stride, sums + c, stride, start, n);
+    multiply<F, R, 1>(a, a_stride, packed + c, packed_stride, sums + c, stride, start, n, ahead);
 }
 
 template <class F>
 static void multiply_rows(int rows, const float* a, int a_stride, const float* packed, int packed_stride, float* sums,
-                          int stride, const float* start, int n, int columns) {
+                          int stride, const float* start, int n, int columns, Ahead& ahead) {
   switch (rows) {
-    case 1: return multiply_columns<F, 1>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns);
-    case 2: return multiply_columns<F, 2>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns);
-    case 3: return multiply_columns<F, 3>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns);
-    case 4: return multiply_columns<F, 4>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns);
-    case 5: return multiply_columns<F, 5>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns);
-    default: return multiply_columns<F, 6>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns);
+    case 1: return multiply_columns<F, 1>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns, ahead);
+    case 2: return multiply_columns<F, 2>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns, ahead);
+    case 3: return multiply_columns<F, 3>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns, ahead);
+    case 4: return multiply_columns<F, 4>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns, ahead);
+    case 5: return multiply_columns<F, 5>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns, ahead);
+    default: return multiply_columns<F, 6>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns, ahead);
   }
 }
 
@@ -176,11 +198,65 @@ struct Scratch {
   float* next;
 };
 
+// Where the rows of a tile lie, and their scales.
+template <class T, bool Scaled>
+struct TileRows {
+  const T* rows[2 * kTile];  // keys, then values
+  float key_scale[Scaled ? kTile : 1];
+  float value_scale[Scaled ? kTile : 1];
+
+  void set(int s, const T* key, const T* value) {
+    rows[s] = key;
+    rows[kTile + s] = value;
+    if constexpr (Scaled) key_scale[s] = value_scale[s] = 0.0f;
+  }
+
+  // The tile at `slot` of an item, through its table. Slots outside what its tokens see get the row of zeros.
+  void find(const AttentionPlan& plan, const AttentionArgs& args, const WorkItem& item, int slot, const T* zero) {
+    const TokenTile& tile = plan.tiles[item.tile];
+    const int64_t head = item.kv_head;
+    const int block_size = plan.batch.block_size;
+    int s = 0;
+    for (; s < kTile && slot + s < tile.first_slot; ++s) set(s, zero, zero);
+    while (s < kTile && slot + s < tile.last_slot) {
+      const Slot from = physical_slot(tile.table, slot + s, block_size);
+      const T* k = at(args.k, from, head);
+      const T* v = at(args.v, from, head);
+      int run = static_cast<int>(block_size - from.offset);
+      if (run > kTile - s) run = kTile - s;
+      if (run > tile.last_slot - slot - s) run = tile.last_slot - slot - s;
+      for (int i = 0; i < run; ++i) rows[s + i] = k + i * args.k.slot_stride;
+      for (int i = 0; i < run; ++i) rows[kTile + s + i] = v + i * args.v.slot_stride;
+      if constexpr (Scaled)
+        for (int i = 0; i < run; ++i) {
+          key_scale[s + i] = scale_at(args.k, from, head, i);
+          value_scale[s + i] = scale_at(args.v, from, head, i);
+        }
+      s += run;
+    }
+    for (; s < kTile; ++s) set(s, zero, zero);
+  }
+
+  static const T* at(const PoolView& pool, const Slot& from, int64_t head) {
+    return static_cast<const T*>(pool.data) + from.block * pool.block_stride + head * pool.head_stride +
+           from.offset * pool.slot_stride;
+  }
+  static float scale_at(const PoolView& pool, const Slot& from, int64_t head, int i) {
+    return pool.scales[from.block * pool.scale_block_stride + head * pool.scale_head_stride +
+                       (from.offset + i) * pool.scale_slot_stride];
+  }
+  Ahead ahead(int D) const {
+    return {reinterpret_cast<const char* const*>(rows), reinterpret_cast<const char* const*>(rows + 2 * kTile),
+            static_cast<int>(D * sizeof(T))};
+  }
+};
+
 template <class F, class T, bool Scaled>
 class ItemRunner {
  public:
-  ItemRunner(const AttentionPlan& plan, const AttentionArgs& args, const WorkItem& item, void* memory)
-      : plan_(plan), args_(args), item_(item), tile_(plan.tiles[item.tile]), group_(plan.group()),
+  ItemRunner(const AttentionPlan& plan, const AttentionArgs& args, const WorkItem& item, const WorkItem* next,
+             void* memory)
+      : plan_(plan), args_(args), item_(item), next_(next), tile_(plan.tiles[item.tile]), group_(plan.group()),
         D_(plan.batch.head_dim), columns_(round_up(D_, kLanes)), dwords_((D_ + F::kPerDword - 1) / F::kPerDword),
         rows_(tile_.num_tokens * group_) {
     Scratch scratch{static_cast<float*>(memory)};
@@ -200,6 +276,7 @@ class ItemRunner {
     zeros_ = scratch.take(kMaxHeadDim);
     scores_ = scratch.take(kBlockRows * kTile);
     weights_ = scratch.take(kBlockRows * kTile);
+    stop_ = tile_.last_slot < item_.last_piece * kPiece ? tile_.last_slot : item_.last_piece * kPiece;
   }
 
   void run() {
@@ -223,6 +300,13 @@ class ItemRunner {
   }
 
  private:
+  using Rows = TileRows<T, Scaled>;
+
+  int first_tile(const WorkItem& item) const {
+    const int first = plan_.tiles[item.tile].first_slot, begin = item.first_piece * kPiece;
+    return begin > first ? begin : first / kTile * kTile;
+  }
+
   int token(int row) const { return plan_.tile_tokens[tile_.first + row / group_]; }
   int head(int row) const { return item_.kv_head * group_ + row % group_; }
 
@@ -251,60 +335,45 @@ class ItemRunner {
     clear(max_, out_, sums_, kLanes);
     const int begin = piece * kPiece, end = begin + kPiece;
     for (int slot = begin; slot < end; slot += kTile) {
-      if (slot + kTile <= tile_.first_slot || slot >= tile_.last_slot) continue;
-      pack(slot);
-      const int blocks = (rows_ + kBlockRows - 1) / kBlockRows, step = (rows_ + blocks - 1) / blocks;
-      for (int row = 0; row < rows_; row += step) run_rows(slot, row, rows_ - row < step ? rows_ - row : step);
-    }
-  }
-
-  // Find the rows of the tile through the table and pack them.
-  void pack(int slot) {
-    const T* keys[kTile];
-    const T* values[kTile];
-    const T* zero = reinterpret_cast<const T*>(zeros_);
-    const int64_t head = item_.kv_head;
-    const int block_size = plan_.batch.block_size;
-    int s = 0;
-    for (; s < kTile && slot + s < tile_.first_slot; ++s) keys[s] = values[s] = zero, no_scale(s);
-    while (s < kTile && slot + s < tile_.last_slot) {
-      const Slot at = physical_slot(tile_.table, slot + s, block_size);
-      const T* k = static_cast<const T*>(args_.k.data) + at.block * args_.k.block_stride + head * args_.k.head_stride;
-      const T* v = static_cast<const T*>(args_.v.data) + at.block * args_.v.block_stride + head * args_.v.head_stride;
-      for (int64_t o = at.offset; o < block_size && s < kTile && slot + s < tile_.last_slot; ++o, ++s) {
-        keys[s] = k + o * args_.k.slot_stride;
-        values[s] = v + o * args_.v.slot_stride;
-        if constexpr (Scaled) {
-          key_scale_[s] = scale_at(args_.k, at.block, o);
-          value_scale_[s] = scale_at(args_.v, at.block, o);
-        }
+      if (slot + kTile <= tile_.first_slot || slot >= stop_) continue;
+      const T* zero = reinterpret_cast<const T*>(zeros_);
+      Rows& at = found_[slot / kTile % 2];
+      Rows& following = found_[slot / kTile % 2 ^ 1];
+      if (ready_ != slot) at.find(plan_, args_, item_, slot, zero);
+      ready_ = slot + kTile;
+      Ahead ahead;
+      if (ready_ < stop_) {
+        following.find(plan_, args_, item_, ready_, zero);
+        ahead = following.ahead(D_);
+      } else if (next_ != nullptr) {
+        following.find(plan_, args_, *next_, first_tile(*next_), zero);
+        ahead = following.ahead(D_);
       }
+      F::pack_keys(at.rows, D_, round_up(D_, 16), keys_, wide_, ahead);
+      bool direct = false;
+      if constexpr (F::template direct<T>()) direct = rows_ <= F::kDirectRows;
+      if (!direct) F::pack_values(at.rows + kTile, D_, columns_, values_, wide_, ahead);
+      const int blocks = (rows_ + kBlockRows - 1) / kBlockRows, step = (rows_ + blocks - 1) / blocks;
+      for (int row = 0; row < rows_; row += step) run_rows(slot, at, row, rows_ - row < step ? rows_ - row : step, ahead);
     }
-    for (; s < kTile; ++s) keys[s] = values[s] = zero, no_scale(s);
-    F::pack_keys(keys, D_, round_up(D_, 16), keys_, wide_);
-    F::pack_values(values, D_, columns_, values_, wide_);
-  }
-
-  float scale_at(const PoolView& pool, int64_t block, int64_t offset) const {
-    return pool.scales[block * pool.scale_block_stride + item_.kv_head * pool.scale_head_stride +
-                       offset * pool.scale_slot_stride];
-  }
-
-  void no_scale(int s) {
-    if constexpr (Scaled) key_scale_[s] = value_scale_[s] = 0.0f;
   }
 
   // Rows [row, row + count) against the packed tile: scores, softmax step, weighted values.
-  void run_rows(int slot, int row, int count) {
+  void run_rows(int slot, const Rows& at, int row, int count, Ahead& ahead) {
     float start[kBlockRows];
-    multiply_rows<F>(count, query_ + row * dwords_, dwords_, keys_, kTile, scores_, kTile, nullptr, dwords_, kTile);
-    for (int r = 0; r < count; ++r) start[r] = softmax_step(slot, row + r, scores_ + r * kTile, weights_ + r * kTile);
+    multiply_rows<F>(count, query_ + row * dwords_, dwords_, keys_, kTile, scores_, kTile, nullptr, dwords_, kTile,
+                     ahead);
+    for (int r = 0; r < count; ++r) start[r] = softmax_step(slot, at, row + r, scores_ + r * kTile, weights_ + r * kTile);
+    if constexpr (F::template direct<T>()) {
+      if (rows_ <= F::kDirectRows)
+        return F::weigh(count, at.rows + kTile, D_, weights_, out_ + row * columns_, columns_, start, ahead);
+    }
     multiply_rows<F>(count, weights_, kTile, values_, columns_, out_ + row * columns_, columns_, start,
-                     kTile / F::kPerDword, columns_);
+                     kTile / F::kPerDword, columns_, ahead);
   }
 
   // Turns a row's scores into weights and returns the factor of what was summed before.
-  float softmax_step(int slot, int row, float* scores, float* weights) {
+  float softmax_step(int slot, const Rows& at, int row, float* scores, float* weights) {
     constexpr int kVectors = kTile / kLanes;
     vf x[kVectors];
     vf top = splat(kNothing);
@@ -312,7 +381,7 @@ class ItemRunner {
     const float factor = args_.softcap > 0.0f ? args_.scale / args_.softcap : args_.scale * kLog2e;
     for (int v = 0; v < kVectors; ++v) {
       x[v] = mul(load(scores + v * kLanes), splat(factor));
-      if constexpr (Scaled) x[v] = mul(x[v], load(key_scale_ + v * kLanes));
+      if constexpr (Scaled) x[v] = mul(x[v], load(at.key_scale + v * kLanes));
       if (args_.softcap > 0.0f) x[v] = mul(tanh(x[v]), splat(args_.softcap * kLog2e));
       if (masked) x[v] = keep(x[v], slot + v * kLanes, low_[row], high_[row], kNothing);
       top = max(top, x[v]);
@@ -324,7 +393,7 @@ class ItemRunner {
     for (int v = 0; v < kVectors; ++v) {
       vf p = F::exp2(sub(x[v], splat(base)));
       sum = add(sum, p);
-      if constexpr (Scaled) p = mul(p, load(value_scale_ + v * kLanes));
+      if constexpr (Scaled) p = mul(p, load(at.value_scale + v * kLanes));
       F::weights(weights, v * kLanes, p);
     }
     store(sums_ + row * kLanes, sum);
@@ -344,12 +413,14 @@ class ItemRunner {
   const AttentionPlan& plan_;
   const AttentionArgs& args_;
   const WorkItem& item_;
+  const WorkItem* next_;  // what this thread does after it, or nullptr
   const TokenTile& tile_;
   const int group_, D_, columns_, dwords_, rows_;
   float *keys_, *values_, *wide_, *query_, *out_, *merged_, *sums_, *max_, *merged_max_, *merged_sum_;
   float *zeros_, *scores_, *weights_;
   int32_t *low_, *high_;
-  float key_scale_[kTile], value_scale_[kTile];
+  int stop_, ready_ = -1;  // the end of this item's slots; the tile whose rows are found already
+  Rows found_[2];
 };
 
 #ifdef PAGEDKV_BF16
@@ -358,13 +429,14 @@ using Narrow = BFloats;  // bf16 pairs, for pools whose numbers are exact in bf1
 using Narrow = Floats;
 #endif
 
-static void run_item(const AttentionPlan& plan, const AttentionArgs& args, const WorkItem& item, void* scratch) {
+static void run_item(const AttentionPlan& plan, const AttentionArgs& args, const WorkItem& item, const WorkItem* next,
+                     void* scratch) {
   switch (args.kv_dtype) {
-    case DType::f32: return ItemRunner<Floats, float, false>(plan, args, item, scratch).run();
-    case DType::f16: return ItemRunner<Floats, half_t, false>(plan, args, item, scratch).run();
-    case DType::bf16: return ItemRunner<Narrow, bfloat_t, false>(plan, args, item, scratch).run();
-    case DType::i8: return ItemRunner<Narrow, int8_t, true>(plan, args, item, scratch).run();
-    case DType::f8e4m3: return ItemRunner<Narrow, e4m3_t, true>(plan, args, item, scratch).run();
+    case DType::f32: return ItemRunner<Floats, float, false>(plan, args, item, next, scratch).run();
+    case DType::f16: return ItemRunner<Floats, half_t, false>(plan, args, item, next, scratch).run();
+    case DType::bf16: return ItemRunner<Narrow, bfloat_t, false>(plan, args, item, next, scratch).run();
+    case DType::i8: return ItemRunner<Narrow, int8_t, true>(plan, args, item, next, scratch).run();
+    case DType::f8e4m3: return ItemRunner<Narrow, e4m3_t, true>(plan, args, item, next, scratch).run();
   }
 }
 
@@ -388,5 +460,19 @@ static void merge(const AttentionPlan& plan, const AttentionArgs& args, int32_t 
 #include "attention_write.hpp"
 
 namespace pagedkv::PAGEDKV_NS {
-constexpr AttentionKernels kAttention = {run_item, merge, write_rows};
+
+static float read(const float* data, int64_t n) {
+  vf sum[8];
+  for (int i = 0; i < 8; ++i) sum[i] = splat(0.0f);
+  int64_t i = 0;
+  for (; i + 8 * kLanes <= n; i += 8 * kLanes)
+    for (int j = 0; j < 8; ++j) sum[j] = add(sum[j], load(data + i + j * kLanes));
+  float total = 0.0f;
+  for (int j = 0; j < 8; ++j) total += hsum(sum[j]);
+  for (; i < n; ++i) total += data[i];
+  return total;
 }
+
+constexpr AttentionKernels kAttention = {run_item, merge, write_rows, read};
+
+}  // namespace pagedkv::PAGEDKV_NS

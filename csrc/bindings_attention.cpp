@@ -61,6 +61,13 @@ void register_attention(nb::module_& m) {
       .def_prop_ro("num_partials", [](const AttentionPlan& p) { return p.num_partials; });
   m.def("attention", &run_attention, nb::arg("plan"), nb::arg("q"), nb::arg("out"), nb::arg("k"), nb::arg("v"),
         nb::arg("kv_dtype"), nb::arg("scale"), nb::arg("softcap"), nb::arg("sinks"));
+  m.def(
+      "read_stream",
+      [](int64_t address, int64_t nbytes) {
+        const nb::gil_scoped_release release;
+        return read_stream(reinterpret_cast<const float*>(address), nbytes / 4);
+      },
+      nb::arg("address"), nb::arg("nbytes"), "read memory as fast as it goes, for measuring");
   m.def("write_kv", &run_write, nb::arg("k"), nb::arg("v"), nb::arg("k_pool"), nb::arg("v_pool"), nb::arg("kv_dtype"),
         nb::arg("sizes"));
 }

@@ -21,6 +21,7 @@ static inline vf div(vf a, vf b) { return _mm256_div_ps(a, b); }
 static inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 static inline vf max(vf a, vf b) { return _mm256_max_ps(a, b); }  // b where either is NaN
 static inline vf min(vf a, vf b) { return _mm256_min_ps(a, b); }
+static inline float first_lane(vf x) { return _mm256_cvtss_f32(x); }
 static inline float hmax(vf x) {
   __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   y = _mm_max_ps(y, _mm_movehl_ps(y, y));
@@ -93,6 +94,6 @@ static inline void transpose(const float* const* rows, int column, float* out, i
     store(out + (i + 4) * stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
   }
 }
-static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 }  // namespace pagedkv::PAGEDKV_NS

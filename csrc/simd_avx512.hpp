@@ -21,6 +21,7 @@ static inline vf div(vf a, vf b) { return _mm512_div_ps(a, b); }
 static inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 static inline vf max(vf a, vf b) { return _mm512_max_ps(a, b); }  // b where either is NaN
 static inline vf min(vf a, vf b) { return _mm512_min_ps(a, b); }
+static inline float first_lane(vf x) { return _mm512_cvtss_f32(x); }
 static inline float hmax(vf x) {
   __m256 y = _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
   __m128 z = _mm_max_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
@@ -110,6 +111,6 @@ static inline void transpose(const float* const* rows, int column, float* out, i
   transpose_registers(r);
   for (int i = 0; i < 16; ++i) store(out + i * stride, r[i]);
 }
-static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 }  // namespace pagedkv::PAGEDKV_NS

@@ -24,6 +24,7 @@ static inline vf div(vf a, vf b) { return a / b; }
 static inline vf fma(vf a, vf b, vf c) { return a * b + c; }
 static inline vf max(vf a, vf b) { return a > b ? a : b; }  // b where either is NaN
 static inline vf min(vf a, vf b) { return a < b ? a : b; }
+static inline float first_lane(vf x) { return x[0]; }
 static inline float hmax(vf x) {
   const float a = x[0] > x[2] ? x[0] : x[2], b = x[1] > x[3] ? x[1] : x[3];
   return a > b ? a : b;
@@ -58,6 +59,6 @@ static inline void transpose(const float* const* rows, int column, float* out, i
   for (int c = 0; c < 4; ++c)
     for (int r = 0; r < 4; ++r) out[c * stride + r] = rows[r][column + c];
 }
-static inline void prefetch(const void* p) { __builtin_prefetch(p); }
+static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 }  // namespace pagedkv::PAGEDKV_NS
