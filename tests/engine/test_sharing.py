@@ -62,7 +62,7 @@ def test_b20_a_waiting_request_whose_prefix_is_evicted_before_it_runs() -> None:
     shared = text(20)
     asked = {str(i): [*shared, *text(2 + i, i)] for i in range(8)}
     for name, prompt in asked.items():
-        engine.add_request(name, prompt, greedy(28))
+        engine.add_request(name, prompt, greedy(24))
     outputs = {}
     while engine.has_unfinished():
         assert engine.scheduler.prefix is not None
@@ -72,7 +72,7 @@ def test_b20_a_waiting_request_whose_prefix_is_evicted_before_it_runs() -> None:
             assert chunk.num_tokens >= 1
     assert engine.stats().num_preemptions >= 5
     for name, prompt in asked.items():
-        assert tokens_of(outputs[name]) == tokens_of(lone(prompt, greedy(28)))
+        assert tokens_of(outputs[name]) == tokens_of(lone(prompt, greedy(24)))
     engine.assert_balanced()
 
 
