@@ -19,6 +19,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
+from pagedkv.cache.native_keys import native_chain
 from pagedkv.errors import InvalidRequest
 
 _TOKEN_BYTES = 4
@@ -127,17 +128,19 @@ def block_key(parent: bytes, chunk: bytes, media: Sequence[MediaSpan] = ()) -> b
     return sha256(_part(b"P", parent) + _part(b"T", chunk) + b"".join(span.encode(block_size) for span in media))
 
 
-def chain_keys(parent: bytes, chunks: Sequence[bytes]) -> list[bytes]:
-    """The keys of blocks that follow each other after the key ``parent`` and hold no media."""
-    if not chunks:
-        return []
+def chain_in_python(parent: bytes, data: bytes, width: int) -> tuple[list[bytes], list[bytes]]:
+    """The keys of the blocks of ``width`` bytes in ``data`` that follow the key ``parent``, and those blocks."""
+    chunks = [data[start : start + width] for start in range(0, len(data), width)]
     # block_key with everything that does not change from block to block taken out of the loop
-    before, between = b"P" + len(parent).to_bytes(4, "little"), b"T" + len(chunks[0]).to_bytes(4, "little")
+    before, between = b"P" + len(parent).to_bytes(4, "little"), b"T" + width.to_bytes(4, "little")
     join, digest, keys = b"".join, sha256, []
     for chunk in chunks:
         parent = digest(join((before, parent, between, chunk)))
         keys.append(parent)
-    return keys
+    return keys, chunks
+
+
+chain_blocks = native_chain() or chain_in_python  # the same digests, a test compares them
 
 
 class KeyChain:
@@ -176,14 +179,16 @@ class KeyChain:
         width = self.block_size * _TOKEN_BYTES
         full = len(data) // width * width
         self.tail = data[full:]
-        chunks = [data[start : start + width] for start in range(0, full, width)]
+        if full == 0:
+            return
         parent = self.keys[-1] if self.keys else self.root
-        if not self.media:
-            self.keys += chain_keys(parent, chunks)
-        else:
-            for chunk in chunks:
-                parent = block_key(parent, chunk, self.media.get(len(self.keys), ()))
-                self.keys.append(parent)
+        keys, chunks = chain_blocks(parent, data[:full], width)
+        if self.media:
+            keys, first = [], len(self.keys)
+            for index, chunk in enumerate(chunks, first):
+                parent = block_key(parent, chunk, self.media.get(index, ()))
+                keys.append(parent)
+        self.keys += keys
         self.chunks += chunks
 
     def truncate(self, num_blocks: int) -> None:
