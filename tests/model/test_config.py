@@ -96,6 +96,13 @@ def test_windows_of_the_layers(family: str, overrides: dict[str, Any], windows: 
         ({"vocab_size": -1}, "vocab_size"),
         ({"hidden_size": ...}, "'hidden_size'"),
         ({"intermediate_size": ...}, "'intermediate_size'"),
+        ({"hidden_size": "64", "head_dim": None}, "cannot be understood"),
+        ({"num_attention_heads": 0, "head_dim": None}, "cannot be understood"),
+        ({"num_hidden_layers": None}, "cannot be understood"),
+        ({"rope_scaling": [1]}, "cannot be understood"),
+        ({"rope_theta": "big"}, "cannot be understood"),
+        ({"eos_token_id": "two"}, "cannot be understood"),
+        ({"architectures": 7}, "cannot be understood"),
     ],
     ids=str,
 )

@@ -14,7 +14,7 @@ from lone_run import run
 from tiny_gguf import quantise, write_gguf
 from tiny_models import tiny_config, tiny_weights, write_tokenizer
 
-from pagedkv.errors import UnsupportedModel, WeightError
+from pagedkv.errors import ModelError, UnsupportedModel, WeightError
 from pagedkv.model import names
 from pagedkv.model.gguf import _QUANTISED, GGUFFile, QuantisedTensor
 from pagedkv.model.load import LoadedModel, load_model
@@ -314,3 +314,22 @@ def test_names_of_the_two_worlds_are_one_to_one() -> None:
         for name in names.expected_shapes(config_from_json(tiny_config(family))):
             assert names.from_gguf(gguf_name(name)) == name
     assert names.from_gguf("blk.0.ssm_a.weight") is None
+
+
+def test_no_flipped_bit_in_a_header_escapes_as_another_error(tmp_path: Path, words: Path) -> None:
+    """Whatever a damaged header says, the model loads or the error is one of ours."""
+    config = tiny_config(num_hidden_layers=1)
+    file = write_gguf(tmp_path / "m.gguf", config, tiny_weights(config), quantise("F32"))
+    whole = file.read_bytes()
+    end = GGUFFile(file).header_sizes[0]
+    rng = np.random.default_rng(0)
+    refused = 0
+    for at in rng.choice(end, 150, replace=False):
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << rng.integers(8)
+        file.write_bytes(damaged)
+        try:
+            load(file, words)
+        except ModelError:
+            refused += 1
+    assert refused > 50

@@ -88,3 +88,24 @@ def test_a_model_of_the_hub_carries_its_commit(
     assert asked == [("owner/name", "main", False), ("owner/name", None, True)]
     checked = load_model("owner/name", device="cpu", attention_backend="reference", verify_weights=True)
     assert checked.fingerprint.startswith("sha256:")
+
+
+def test_one_gguf_file_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    snapshot = tmp_path / "c0ffee"
+    (snapshot / "Q8").mkdir(parents=True)
+    config = tiny_config()
+    first = write_gguf(snapshot / "Q8" / "m.gguf", config, tiny_weights(config), quantise("Q8_0"), split_max_tensors=9)
+    asked = []
+
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, revision, allow_patterns))
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    files = resolve(f"owner/name-GGUF/Q8/{first.name}", revision="v1")
+    assert (files.weights, files.revision) == ((first,), "c0ffee")
+    assert asked == [("owner/name-GGUF", "v1", [first.name.replace("00001", "*").replace("m-", "Q8/m-")])]
+    with pytest.raises(ModelNotFound, match=r"owner/name .* has no file other\.gguf"):
+        resolve("owner/name/other.gguf")

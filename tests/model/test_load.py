@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lone_run import run
 from tiny_gguf import quantise, write_gguf
 from tiny_models import make_tiny_model, tiny_config, tiny_weights, write_tokenizer
 
@@ -90,9 +91,9 @@ def test_what_is_told_about_a_model(tiny_model: Callable[..., Path]) -> None:
     assert 4 * 0.95 * parameters < loaded.weight_bytes < 4 * 1.5 * parameters
 
 
-def test_progress_counts_the_weights_up(tiny_model: Callable[..., Path]) -> None:
+def test_progress_counts_the_weights_up(tiny_model: Callable[..., Path], attention_name: str) -> None:
     seen: list[tuple[int, int]] = []
-    load(tiny_model(), progress=lambda done, total: seen.append((done, total)))
+    load(tiny_model(), attention_backend=attention_name, progress=lambda done, total: seen.append((done, total)))
     total = sum(tensor.nbytes for tensor in tiny_weights(tiny_config()).values())
     assert {of for _, of in seen} == {total}
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -129,3 +130,16 @@ def test_b16_weights_that_changed_have_another_fingerprint(tmp_path: Path) -> No
     flip(file, header + 100_000)  # outside the sample: only the whole check sees it
     assert load(directory).fingerprint == before
     assert load(directory, verify_weights=True).fingerprint != whole
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_b16_a_file_that_is_overwritten_does_not_change_a_model_that_runs(dtype: str, tmp_path: Path) -> None:
+    directory = make_tiny_model(tmp_path / "m", torch_dtype=dtype)
+    model = load(directory).model
+    ids = list(range(3, 20))
+    before = run(model, ids, [17])
+    file = directory / "model.safetensors"
+    with file.open("r+b") as handle:
+        handle.seek(8 + int.from_bytes(file.read_bytes()[:8], "little"))
+        handle.write(bytes(file.stat().st_size - handle.tell()))
+    assert torch.equal(run(model, ids, [17]), before)

@@ -91,9 +91,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def config_from_json(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """Read a Hugging Face config.json and, where there is one, generation_config.json."""
-    family = _family(config)
-    _refuse_what_is_not_built(config)
     try:
+        family = _family(config)
+        _refuse_what_is_not_built(config)
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         head_dim = config.get("head_dim", 128 if family == "qwen3" else None) or hidden // heads
         context = config.get("max_position_embeddings", _DEFAULT_CONTEXT[family])
@@ -122,10 +122,23 @@ def config_from_json(config: Mapping[str, Any], generation: Mapping[str, Any] | 
         )
     except KeyError as error:
         raise UnsupportedModel(f"config.json has no field {error}") from error
+    except ModelError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:  # a field of another type than it has
+        raise UnsupportedModel(f"config.json cannot be understood: {error}") from error
 
 
 def config_from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) -> ModelConfig:
     """Read a GGUF file's metadata. Which biases there are and whether the head is tied, its tensor names tell."""
+    try:
+        return _from_gguf(metadata, tensor_names)
+    except ModelError:
+        raise
+    except (TypeError, ValueError, ArithmeticError) as error:  # a key of another type than it has
+        raise UnsupportedModel(f"the GGUF metadata cannot be understood: {error}") from error
+
+
+def _from_gguf(metadata: Mapping[str, Any], tensor_names: Collection[str]) -> ModelConfig:
     architecture = metadata.get("general.architecture")
     if architecture not in GGUF_ARCHITECTURES:
         raise UnsupportedModel(

@@ -89,7 +89,8 @@ class Decoder:
             for layer, window in zip(weights.layers, config.layer_windows, strict=True)
         ]
         self._final_norm = pack.plain(weights.final_norm)
-        self._head = pack.linear(self._embedding if weights.head is None else weights.head)
+        head = self._embedding if weights.head is None else pack.plain(weights.head)
+        self._head = make_linear(head, dtype=dtype, backend=product)
         self.exact = attention.exact and self._head.exact and all(layer.exact for layer in self._layers)
         self.nbytes = self._embedding.nbytes + self._head.nbytes + sum(layer.nbytes for layer in self._layers)
 
@@ -178,16 +179,14 @@ class _Packer:
         self._progress = progress
 
     def plain(self, weight: Weight) -> Tensor:
-        tensor = weight.dequantize() if isinstance(weight, QuantisedTensor) else weight
+        """A tensor of its own: the file may be replaced while the model runs, and a view would show it."""
         self._count(weight)
-        return tensor.to(self._device, self._dtype)
+        if isinstance(weight, QuantisedTensor):
+            return weight.dequantize().to(self._device, self._dtype)
+        return weight.to(self._device, self._dtype, copy=True)
 
     def linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
-        self._count(weight)
-        if self._device.type != "cpu":
-            weight = weight.dequantize() if isinstance(weight, QuantisedTensor) else weight
-            weight = weight.to(self._device, self._dtype)
-        return make_linear(weight, bias, dtype=self._dtype, backend=self._product)
+        return make_linear(self.plain(weight), bias, dtype=self._dtype, backend=self._product)
 
     def _count(self, weight: Weight) -> None:
         if self._progress is not None:

