@@ -98,7 +98,7 @@ def test_progress_counts_the_weights_up(tiny_model: Callable[..., Path], attenti
     assert {of for _, of in seen} == {total}
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1] == (total, total)
-    assert len(seen) > 10
+    assert len(seen) >= 10  # the native decoder joins q, k, v and gate, up
 
 
 def flip(path: Path, at: int) -> None:
