@@ -99,7 +99,7 @@ def replay_sequential(
     for number, request in enumerate(trace.requests):
         if isinstance(prefix.policy, QueueAware) and limited:
             prefix.policy.expect(_wanted(prefix, trace, trace.requests[number + 1 : number + 1 + QUEUE]))
-        prompt = trace.prompt(request)
+        prompt = trace.prompt(request).tolist()  # a list, as it comes from a tokenizer
         began = time.perf_counter()
         _run_one(manager, prefix, number, prompt, counts)
         seconds += time.perf_counter() - began
