@@ -11,7 +11,6 @@ from pagedkv.server.chat import plain_messages
 from pagedkv.server.schema import (
     Detokenized,
     DetokenizeRequest,
-    ErrorReply,
     Health,
     Load,
     ModelCard,
@@ -62,7 +61,7 @@ async def models(request: Request) -> ModelList:
     return ModelList(data=[card(serving, name) for name in serving.names])
 
 
-@router.get("/v1/models/{name:path}", responses={404: {"model": ErrorReply}})
+@router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> ModelCard:
     serving: Serving = request.app.state.serving
     if name not in serving.names:
@@ -70,7 +69,7 @@ async def model(name: str, request: Request) -> ModelCard:
     return card(serving, name)
 
 
-@router.post("/tokenize", responses={400: {"model": ErrorReply}})
+@router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request) -> Tokenized:
     serving: Serving = request.app.state.serving
     serving.check_model(body.model)
@@ -91,7 +90,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Tokenized:
     return Tokenized(count=len(ids), max_model_len=serving.llm.max_model_len, tokens=ids, token_strs=strings)
 
 
-@router.post("/detokenize", responses={400: {"model": ErrorReply}})
+@router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Detokenized:
     serving: Serving = request.app.state.serving
     serving.check_model(body.model)

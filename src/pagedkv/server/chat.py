@@ -14,7 +14,7 @@ from pagedkv.engine.outputs import RequestOutput
 from pagedkv.errors import InvalidRequest
 from pagedkv.server import serving as flow
 from pagedkv.server.logprobs import chat_logprobs, prompt_logprobs
-from pagedkv.server.replies import event_stream, json_reply
+from pagedkv.server.replies import STREAMS, event_stream, json_reply
 from pagedkv.server.schema import (
     ChatChoice,
     ChatCompletion,
@@ -23,7 +23,6 @@ from pagedkv.server.schema import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
-    ErrorReply,
     FunctionReply,
     Message,
     NamedToolChoice,
@@ -215,7 +214,7 @@ def _part(call: CallDelta) -> ToolCallReply:
     return ToolCallReply(index=call.index, id=call.id, type="function" if call.id else None, function=function)
 
 
-@router.post("/v1/chat/completions", response_model=ChatCompletion, responses={400: {"model": ErrorReply}})
+@router.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMS)
 async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
     serving: Serving = request.app.state.serving
     model = serving.check_model(body.model)

@@ -14,14 +14,13 @@ from pagedkv.engine.outputs import RequestOutput
 from pagedkv.errors import InvalidRequest
 from pagedkv.server import serving as flow
 from pagedkv.server.logprobs import TextOffsets, completion_logprobs, prompt_logprobs
-from pagedkv.server.replies import event_stream, json_reply
+from pagedkv.server.replies import STREAMS, event_stream, json_reply
 from pagedkv.server.schema import (
     MAX_PROMPTS,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
-    ErrorReply,
 )
 from pagedkv.server.serving import Delta, Serving
 from pagedkv.server.structured import with_structure
@@ -126,7 +125,7 @@ class Answer:
             yield self.reply([], usage=True)
 
 
-@router.post("/v1/completions", response_model=Completion, responses={400: {"model": ErrorReply}})
+@router.post("/v1/completions", response_model=Completion, responses=STREAMS)
 async def completions(body: CompletionRequest, request: Request) -> Response:
     serving: Serving = request.app.state.serving
     model = serving.check_model(body.model)

@@ -40,6 +40,12 @@ _KINDS = {
 }
 
 
+# What any route may answer beside its own; FastAPI's 422 never leaves this server.
+DOCUMENTED: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorReply, "description": HTTPStatus(status).phrase} for status in (400, 401, 404, 413, 500, 503)
+}
+
+
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The JSON object of an error; also what a stream that fails half-way sends as its last event."""
     kind = _KINDS.get(status, "internal_server_error")

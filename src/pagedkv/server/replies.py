@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 from fastapi.responses import Response, StreamingResponse
 from fastapi.sse import format_sse_event
 from pydantic import BaseModel
 
 from pagedkv.server.errors import describe, error_body
+
+STREAMS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        "description": "whole, or as events",
+    }
+}
 
 
 async def frames(chunks: AsyncIterator[BaseModel]) -> AsyncIterator[bytes]:
