@@ -147,7 +147,7 @@ def test_candidates_are_log_probabilities_of_known_ids() -> None:
     assert halved[0][0][1] == pytest.approx((logits[0, :15] / 2).log_softmax(-1).max().item())
 
 
-@pytest.mark.parametrize(("penalty", "num_eos"), [(1.0, 3), (0.0, 1), (-1.0, 3), (1.0, 0)])
+@pytest.mark.parametrize(("penalty", "num_eos"), [(0.0, 1), (-1.0, 3)])
 def test_b30_equals_transformers(tiny_model: Callable[..., Path], penalty: float, num_eos: int) -> None:
     transformers: Any = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model("llama"), dtype=torch.float32).eval()
