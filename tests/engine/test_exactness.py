@@ -25,28 +25,7 @@ from pagedkv.model.load import LoadedModel, load_model
 
 Logits = dict[tuple[str, int, int], torch.Tensor]  # (request, sample, position of the token before) -> a row
 BLOCK = 4
-WORDS = [
-    "the",
-    "cache",
-    "keeps",
-    "keys",
-    "and",
-    "values",
-    "in",
-    "blocks",
-    "of",
-    "sixteen",
-    "tokens",
-    "and",
-    "a",
-    "table",
-    "says",
-    "where",
-    "each",
-    "of",
-    "them",
-    "lies",
-]
+TEXT = "the cache keeps keys and values in blocks of sixteen tokens and a table says where each of them lies"
 
 
 class Recorder:
@@ -225,9 +204,9 @@ def test_smollm2(dtype: str, threads: int) -> None:
     loaded = _loaded[key]
     recorder = Recorder(loaded, blocks=11, block_size=16, max_num_seqs=6, max_num_batched_tokens=64)
     encode = loaded.tokenizer.encode
-    shared = encode(" ".join(WORDS * 2))
+    shared = encode(f"{TEXT} {TEXT}")
     for i in range(5):
-        recorder.add(str(i), [*shared, *encode(" ".join(WORDS[i : i + 3]))], greedy(9))
+        recorder.add(str(i), [*shared, *encode(TEXT.split()[i])], greedy(9))
     recorder.add("samples", encode("Once upon a time"), sampled(threads, n=2, max_tokens=6))
     recorder.run()
     stats = recorder.engine.stats()
