@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import RedirectResponse, Response, StreamingResponse
 from fastapi.sse import format_sse_event
 from numpy.typing import NDArray
 
@@ -218,6 +218,12 @@ class Watcher:
 
 def _base64(values: NDArray[Any]) -> str:
     return base64.b64encode(np.ascontiguousarray(values).tobytes()).decode()
+
+
+@router.get("/", include_in_schema=False)
+async def front() -> Response:
+    """Whoever opens the server in a browser wants to see something."""
+    return RedirectResponse("cache")
 
 
 @router.get("/cache", include_in_schema=False)
