@@ -125,6 +125,15 @@ def test_b63_an_allowed_set_above_the_tokenizer_is_refused() -> None:
         check(SamplingParams(allowed_token_ids=[900, 950]), vocab_size=VOCAB, num_decodable=900)
 
 
+@pytest.mark.parametrize("field", ["stop", "bad_words"])
+def test_text_needs_a_tokenizer(field: str) -> None:
+    params = SamplingParams(**{field: ["x"]})
+    check(params, vocab_size=VOCAB, num_decodable=VOCAB)
+    with pytest.raises(InvalidRequest, match="no tokenizer") as caught:
+        check(params, vocab_size=VOCAB)
+    assert caught.value.field == field
+
+
 def test_b64_prompt_ids() -> None:
     check_ids([0, 999], VOCAB, field="prompt")
     for bad in (-1, VOCAB, 2**31, 2**63):

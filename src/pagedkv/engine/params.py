@@ -161,12 +161,15 @@ class BeamSearchParams:
 
 
 def check(params: SamplingParams, *, vocab_size: int, num_decodable: int | None = None) -> None:
-    """Refuse what this model cannot serve: ids outside its vocabulary.
+    """Refuse what this model cannot serve: ids outside its vocabulary, text where there is no tokenizer.
 
     vocab_size:    columns of the model's logits; the bound for every id in the request
-    num_decodable: ids that the tokenizer can turn into text (None: all). The rest is never sampled, so an allowed
-                   set must hold at least one id below it.
+    num_decodable: ids that the tokenizer can turn into text (None: there is no tokenizer). The rest is never sampled,
+                   so an allowed set must hold at least one id below it.
     """
+    for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
+        if texts and num_decodable is None:
+            raise InvalidRequest(f"{name}: this engine has no tokenizer; give token ids instead", field=name)
     for name, ids in (
         ("stop_token_ids", params.stop_token_ids or ()),
         ("allowed_token_ids", params.allowed_token_ids or ()),
