@@ -21,7 +21,7 @@ static inline void narrow_row(const float* from, int D, T* to) {
 // A NaN makes the scale NaN, so that it is not hidden. Scalar on purpose: the same bits from every instruction set.
 template <class T, class Round>
 static inline float quantise_row(float* row, int D, T* to, float limit, Round round) {
-  constexpr float largest = 3.40282347e38f;
+  constexpr float largest = 3.4e38f;  // a little below the end, so that limit * (largest / limit) is finite
   float top = 0.0f;
   bool nan = false;
   for (int d = 0; d < D; ++d) {

@@ -43,7 +43,7 @@ class AttentionBatch:
     block_size: int
     max_query_len: int
     max_seq_len: int
-    plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    plans: dict[Any, Any] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     @property
     def num_seqs(self) -> int:

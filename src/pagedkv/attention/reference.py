@@ -131,13 +131,13 @@ def attend(
 def quantise(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Values [..., D] as the pool stores them, and their scales [...] for int8 and fp8 (None otherwise).
 
-    One scale per row: its largest magnitude becomes 127 (int8) or 448 (fp8_e4m3). Infinities saturate to the largest
-    finite float32; a NaN gives a NaN scale, so that it is not hidden. A row of zeros has scale 0.
+    One scale per row: its largest magnitude becomes 127 (int8) or 448 (fp8_e4m3). Infinities saturate to 3.4e38; a
+    NaN gives a NaN scale, so that it is not hidden. A row of zeros has scale 0.
     """
     limits = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
     if dtype not in limits:
         return values.to(dtype), None
-    limit, largest = limits[dtype], torch.finfo(torch.float32).max
+    limit, largest = limits[dtype], 3.4e38
     values = values.float().clamp(-largest, largest)
     top = values.abs().amax(-1)
     factor = torch.where(top > 0, top.new_tensor(limit) / top, 0.0)  # a plain float would become limit * (1 / top)

@@ -13,7 +13,7 @@ import triton.language as tl
 
 INT8_MAX = tl.constexpr(127.0)
 E4M3_MAX = tl.constexpr(448.0)
-FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
+FLOAT_MAX = tl.constexpr(3.4e38)  # a little below the end, so that limit * (FLOAT_MAX / limit) is finite
 
 
 @triton.jit

@@ -152,7 +152,7 @@ class KVPool:
         stored = self.data.dtype
         if stored not in _LARGEST:
             return values.to(stored), None
-        largest, limit = torch.finfo(torch.float32).max, _LARGEST[stored]
+        largest, limit = 3.4e38, _LARGEST[stored]  # limit * (largest / limit) stays finite
         values = values.float().clamp(-largest, largest)
         top = values.abs().amax(-1)
         factor = torch.where(top > 0, limit / top, 0.0)
