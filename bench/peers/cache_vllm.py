@@ -2,7 +2,7 @@
 
     python cache_vllm.py TRACE.jsonl BLOCK_SIZE NUM_BLOCKS [LIMIT] [HASH]
 
-Each request as vLLM's scheduler treats it, less the model: make it (which hashes its blocks), look it up, allocate, free.
+Each request as vLLM's scheduler treats it, less the model: make it (which hashes its blocks), look up, allocate, free.
 The prompt's list of token ids is made outside the clock, as it is for ours. Prints one JSON object.
 """
 

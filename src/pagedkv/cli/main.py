@@ -18,6 +18,7 @@ from pagedkv.cli.collect_env import collect_env
 from pagedkv.cli.complete import complete
 from pagedkv.cli.demo import demo
 from pagedkv.cli.explain import explain
+from pagedkv.cli.plan import plan
 from pagedkv.cli.plot import app as plot
 from pagedkv.cli.replay import replay
 from pagedkv.cli.run_batch import run_batch
@@ -48,7 +49,7 @@ def root(
     """A paged KV cache with prefix caching, and a compact engine and server around it."""
 
 
-for verb in (chat, collect_env, complete, demo, explain, replay, run_batch, serve):
+for verb in (chat, collect_env, complete, demo, explain, plan, replay, run_batch, serve):
     app.command()(verb)
 app.add_typer(bench, name="bench")
 app.add_typer(plot, name="plot")

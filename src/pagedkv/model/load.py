@@ -79,9 +79,9 @@ def load_model(
     Raises ModelNotFound, UnsupportedModel, WeightError, BackendUnavailable.
     """
     files = resolve(name_or_path, revision=revision)
-    place = _device(device)
+    place = pick_device(device)
     container, config, weights = _open(files)
-    number_format = _dtype(dtype, config, place)
+    number_format = pick_dtype(dtype, config, place)
     model = _decoder(config, weights, number_format, place, (attention_backend, quantization), progress)
     if progress is not None:
         progress(weights.nbytes(), weights.nbytes())
@@ -179,7 +179,8 @@ def _decoder(
     return Decoder(config, weights, attention=attention, dtype=dtype, device=device, progress=progress)
 
 
-def _device(name: str) -> torch.device:
+def pick_device(name: str) -> torch.device:
+    """The device of a name; "auto" is a GPU if torch sees one. Raises BackendUnavailable."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -191,7 +192,8 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype of a name; "auto" as ``load_model`` says. Raises UnsupportedModel."""
     wanted = name
     if name == "auto":
         wanted = config.torch_dtype or ("bfloat16" if _multiplies_bfloat16(device) else "float32")
