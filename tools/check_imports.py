@@ -55,7 +55,9 @@ HOMES: dict[str, tuple[str, ...]] = {
 }
 
 # (file, module) -> why this one import against the table is right.
-EXCEPTIONS: dict[tuple[str, str], str] = {}
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("__main__.py", "pagedkv.cli.main.main"): "`python -m pagedkv` is the command line",
+}
 
 
 class Import(NamedTuple):

@@ -69,10 +69,10 @@ def _torch_facts() -> list[tuple[str, str]]:
     found = [("torch threads", str(torch.get_num_threads()))]
     found += [(f"GPU {i}", torch.cuda.get_device_name(i)) for i in range(torch.cuda.device_count())]
     try:
-        from pagedkv import _native
+        from pagedkv.attention.native import extension
 
-        found.append(("instruction set", _native.instruction_set()))
-    except (ImportError, AttributeError) as error:
+        found.append(("instruction set", str(extension().instruction_set())))
+    except (BackendUnavailable, ImportError) as error:
         found.append(("native kernels", f"not there: {error}"))
     for device in ("cpu", *(("cuda",) if torch.cuda.is_available() else ())):
         try:

@@ -1,8 +1,8 @@
 """The flags that every verb with an engine takes: the Python names of ``LLM`` in kebab case, as in vLLM.
 
 A verb takes them as one argument ``engine`` (a dictionary of keyword arguments for ``LLM`` / ``AsyncLLM``) and is
-wrapped with :func:`with_engine_options`, which puts the single flags in its place. A flag that is left out is not in
-the dictionary, so the defaults stand in one place, ``config.py``.
+wrapped with ``with_engine_options``, which puts the single flags in its place. A flag that is left out is not in the
+dictionary, so the defaults stand in one place, ``config.py``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -28,7 +28,7 @@ def parse_bytes(text: str | int) -> int:
     return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
-def _flag(name: str, kind: Any, panel: str, help_text: str, **options: Any) -> inspect.Parameter:
+def flag(name: str, kind: Any, panel: str, help_text: str, **options: Any) -> inspect.Parameter:
     spelled = options.pop("spelled", f"--{name.replace('_', '-')}")
     option = typer.Option(spelled, help=help_text, rich_help_panel=panel, show_default=False, **options)
     annotation = Annotated[kind | None, option]
@@ -37,46 +37,46 @@ def _flag(name: str, kind: Any, panel: str, help_text: str, **options: Any) -> i
 
 _MODEL, _CACHE, _SCHEDULER = "Model", "KV cache", "Scheduler"
 ENGINE_FLAGS = (
-    _flag("tokenizer", str, _MODEL, "Take the tokenizer from another model."),
-    _flag("revision", str, _MODEL, "Branch, tag or commit on the hub."),
-    _flag("dtype", str, _MODEL, "auto (default), float32, bfloat16 or float16."),
-    _flag("device", str, _MODEL, "auto (default), cpu or cuda."),
-    _flag("quantization", str, _MODEL, "How weights are kept in memory: int4 or int8, in groups of 32."),
-    _flag("seed", int, _MODEL, "Where requests without a seed get theirs from; 0."),
-    _flag("max_model_len", int, _MODEL, "Tokens of a sequence, prompt and output together."),
-    _flag("attention_backend", str, _MODEL, "auto (default), native, triton or reference."),
-    _flag(
+    flag("tokenizer", str, _MODEL, "Take the tokenizer from another model."),
+    flag("revision", str, _MODEL, "Branch, tag or commit on the hub."),
+    flag("dtype", str, _MODEL, "auto (default), float32, bfloat16 or float16."),
+    flag("device", str, _MODEL, "auto (default), cpu or cuda."),
+    flag("quantization", str, _MODEL, "How weights are kept in memory: int4 or int8, in groups of 32."),
+    flag("seed", int, _MODEL, "Where requests without a seed get theirs from; 0."),
+    flag("max_model_len", int, _MODEL, "Tokens of a sequence, prompt and output together."),
+    flag("attention_backend", str, _MODEL, "auto (default), native, triton or reference."),
+    flag(
         "enforce_eager",
         bool,
         _MODEL,
         "On a GPU, launch each kernel anew in place of CUDA graphs.",
         spelled="--enforce-eager/--no-enforce-eager",
     ),
-    _flag("block_size", int, _CACHE, "Tokens a block holds; 16."),
-    _flag("kv_cache_memory_bytes", int, _CACHE, "Size of the pool: 512MiB, 2GiB.", parser=parse_bytes, metavar="SIZE"),
-    _flag("num_gpu_blocks_override", int, _CACHE, "Blocks of the pool, whatever the memory says."),
-    _flag("gpu_memory_utilization", float, _CACHE, "Share of a GPU's memory to use; 0.9. Not used on a CPU."),
-    _flag("kv_cache_dtype", str, _CACHE, "auto, bfloat16, float16, float32, fp8_e4m3 or int8_per_token_head."),
-    _flag(
+    flag("block_size", int, _CACHE, "Tokens a block holds; 16."),
+    flag("kv_cache_memory_bytes", int, _CACHE, "Size of the pool: 512MiB, 2GiB.", parser=parse_bytes, metavar="SIZE"),
+    flag("num_gpu_blocks_override", int, _CACHE, "Blocks of the pool, whatever the memory says."),
+    flag("gpu_memory_utilization", float, _CACHE, "Share of a GPU's memory to use; 0.9. Not used on a CPU."),
+    flag("kv_cache_dtype", str, _CACHE, "auto, bfloat16, float16, float32, fp8_e4m3 or int8_per_token_head."),
+    flag(
         "enable_prefix_caching",
         bool,
         _CACHE,
         "Share the blocks of equal prefixes; on.",
         spelled="--enable-prefix-caching/--no-enable-prefix-caching",
     ),
-    _flag("max_num_seqs", int, _SCHEDULER, "Sequences that run at a time; 128."),
-    _flag("max_num_batched_tokens", int, _SCHEDULER, "Tokens in one step; 2048."),
-    _flag(
+    flag("max_num_seqs", int, _SCHEDULER, "Sequences that run at a time; 128."),
+    flag("max_num_batched_tokens", int, _SCHEDULER, "Tokens in one step; 2048."),
+    flag(
         "enable_chunked_prefill",
         bool,
         _SCHEDULER,
         "Compute long prompts over several steps; on.",
         spelled="--enable-chunked-prefill/--no-enable-chunked-prefill",
     ),
-    _flag("scheduling_policy", str, _SCHEDULER, "lpm (default), fcfs or priority."),
-    _flag("max_num_queued_reqs", int, _SCHEDULER, "Requests that may wait; one more is refused."),
-    _flag("swap_space", float, _SCHEDULER, "Accepted for old scripts; does nothing.", hidden=True),
-    _flag(
+    flag("scheduling_policy", str, _SCHEDULER, "lpm (default), fcfs or priority."),
+    flag("max_num_queued_reqs", int, _SCHEDULER, "Requests that may wait; one more is refused."),
+    flag("swap_space", float, _SCHEDULER, "Accepted for old scripts; does nothing.", hidden=True),
+    flag(
         "trust_remote_code",
         bool,
         _MODEL,
@@ -87,19 +87,31 @@ ENGINE_FLAGS = (
 )
 
 
-def with_engine_options(verb: Callable[..., None]) -> Callable[..., None]:
-    """``verb(..., *, engine)`` -> the same with every engine flag in the place of ``engine``."""
-    signature = inspect.signature(verb, eval_str=True)
-    own = [parameter for parameter in signature.parameters.values() if parameter.name != "engine"]
+def with_options(**groups: Sequence[inspect.Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """``verb(..., *, engine)`` under ``@with_options(engine=ENGINE_FLAGS)`` -> the same with every flag of the group
+    in the place of ``engine``, which gets a dictionary of those that were given.
+    """
 
-    @functools.wraps(verb)
-    def wrapped(*args: Any, **values: Any) -> None:
-        engine = {flag.name: values.pop(flag.name, None) for flag in ENGINE_FLAGS}
-        if engine.pop("swap_space") is not None:
-            typer.echo("warning: --swap-space does nothing here: preempted sequences are computed again", err=True)
-        verb(*args, **values, engine={name: value for name, value in engine.items() if value is not None})
+    def wrap(verb: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(verb, eval_str=True)
+        own = [parameter for parameter in signature.parameters.values() if parameter.name not in groups]
 
-    parameters = [*own, *ENGINE_FLAGS]
-    wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return wrapped
+        @functools.wraps(verb)
+        def wrapped(*args: Any, **values: Any) -> None:
+            given: dict[str, dict[str, Any]] = {}
+            for name, flags in groups.items():
+                found = {flag.name: values.pop(flag.name, None) for flag in flags}
+                given[name] = {key: value for key, value in found.items() if value not in (None, [])}
+            if given.get("engine", {}).pop("swap_space", None) is not None:
+                typer.echo("warning: --swap-space does nothing here: preempted sequences are computed again", err=True)
+            verb(*args, **values, **given)
+
+        parameters = [*own, *(flag for flags in groups.values() for flag in flags)]
+        wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return wrapped
+
+    return wrap
+
+
+with_engine_options = with_options(engine=ENGINE_FLAGS)

@@ -8,69 +8,38 @@ from typing import Annotated, Any
 
 import typer
 
-from pagedkv.cli.options import parse_bytes, with_engine_options
+from pagedkv.cli.options import ENGINE_FLAGS, flag, parse_bytes, with_options
 
 _SERVER, _ACCESS = "Server", "Access"
+SERVER_FLAGS = (
+    flag("host", str, _SERVER, "Address to listen on; 127.0.0.1."),
+    flag("port", int, _SERVER, "Port to listen on; 8000."),
+    flag("served_model_name", list[str], _SERVER, "Name(s) that clients use."),
+    flag("root_path", str, _SERVER, "Path prefix behind a proxy."),
+    flag("max_body_bytes", int, _SERVER, "Larger bodies are refused; 32MiB.", parser=parse_bytes, metavar="SIZE"),
+    flag("shutdown_timeout", float, _SERVER, "Seconds that running requests get after SIGTERM; 30."),
+    flag("status_interval", float, _SERVER, "Seconds between status lines; 10, 0 for none."),
+    flag("api_key", list[str], _ACCESS, "Ask for this key; may be repeated.", envvar="PAGEDKV_API_KEY"),
+    flag("api_keys_file", Path, _ACCESS, "A file with lines KEY [TENANT].", exists=True),
+    flag("share_prefixes", bool, _ACCESS, "Let tenants share cached prefixes.", spelled="--share-prefixes"),
+    flag("allowed_origins", list[str], _ACCESS, "Origins for CORS; may be repeated."),
+    flag("allow_credentials", bool, _ACCESS, "CORS with credentials.", spelled="--allow-credentials"),
+    flag("cache_map_show_text", bool, _ACCESS, "Show prompts on the cache map.", spelled="--cache-map-show-text"),
+)
 
 
-@with_engine_options
+@with_options(server=SERVER_FLAGS, engine=ENGINE_FLAGS)
 def serve(
     model: Annotated[str, typer.Argument(help="A directory, a .gguf file, smollm2-135m or a Hugging Face id.")],
     *,
-    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.", rich_help_panel=_SERVER)] = 8000,
-    served_model_name: Annotated[
-        list[str] | None, typer.Option(help="Name(s) that clients use.", rich_help_panel=_SERVER)
-    ] = None,
-    root_path: Annotated[str, typer.Option(help="Path prefix behind a proxy.", rich_help_panel=_SERVER)] = "",
-    max_body_bytes: Annotated[
-        int,
-        typer.Option(help="Larger bodies are refused.", parser=parse_bytes, metavar="SIZE", rich_help_panel=_SERVER),
-    ] = 32 << 20,
-    shutdown_timeout: Annotated[
-        float, typer.Option(help="Seconds that running requests get after SIGTERM.", rich_help_panel=_SERVER)
-    ] = 30.0,
-    status_interval: Annotated[
-        float, typer.Option(help="Seconds between status lines; 0 for none.", rich_help_panel=_SERVER)
-    ] = 10.0,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(help="Ask for this key; may be repeated.", envvar="PAGEDKV_API_KEY", rich_help_panel=_ACCESS),
-    ] = None,
-    api_keys_file: Annotated[
-        Path | None, typer.Option(help="A file with lines KEY [TENANT].", exists=True, rich_help_panel=_ACCESS)
-    ] = None,
-    share_prefixes: Annotated[
-        bool, typer.Option("--share-prefixes", help="Let tenants share cached prefixes.", rich_help_panel=_ACCESS)
-    ] = False,
-    allowed_origins: Annotated[
-        list[str] | None, typer.Option(help="Origins for CORS; may be repeated.", rich_help_panel=_ACCESS)
-    ] = None,
-    allow_credentials: Annotated[
-        bool, typer.Option("--allow-credentials", help="CORS with credentials.", rich_help_panel=_ACCESS)
-    ] = False,
-    cache_map_show_text: Annotated[
-        bool, typer.Option("--cache-map-show-text", help="Show prompt text on the cache map.", rich_help_panel=_ACCESS)
-    ] = False,
+    server: dict[str, Any],
     engine: dict[str, Any],
 ) -> None:
     """Serve MODEL over HTTP: /v1/chat/completions, /v1/completions, /metrics, the cache map at /cache and more."""
     from pagedkv.server.config import ServerConfig
 
     config = ServerConfig(
-        host=host,
-        port=port,
-        served_model_name=tuple(served_model_name or ()),
-        api_key=tuple(api_key or ()),
-        api_keys_file=api_keys_file,
-        share_prefixes=share_prefixes,
-        allowed_origins=tuple(allowed_origins or ()),
-        allow_credentials=allow_credentials,
-        root_path=root_path,
-        max_body_bytes=max_body_bytes,
-        shutdown_timeout=shutdown_timeout,
-        status_interval=status_interval,
-        cache_map_show_text=cache_map_show_text,
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in server.items()}
     )
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     from pagedkv.async_llm import AsyncLLM

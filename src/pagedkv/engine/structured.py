@@ -13,16 +13,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagedkv.errors import InvalidRequest
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions as JsonStyle
+
 MAX_GRAMMAR_CHARS = 1 << 18
 # One way to space JSON, the one that json.dumps has: where any white space may come, small models write it without end.
-JSON_STYLE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_STYLE: JsonStyle = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _MISSING = "structured_outputs: needs llguidance, which is not installed: pip install 'pagedkv[structured]'"
 
 
