@@ -38,9 +38,8 @@ def serve(
     """Serve MODEL over HTTP: /v1/chat/completions, /v1/completions, /metrics, the cache map at /cache and more."""
     from pagedkv.server.config import ServerConfig
 
-    config = ServerConfig(
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in server.items()}
-    )
+    settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in server.items()}
+    config = ServerConfig(**settings)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     from pagedkv.async_llm import AsyncLLM
     from pagedkv.cli.progress import loading
