@@ -2,7 +2,7 @@
 
     PagedKVError
     ├── OutOfBlocks            (MemoryError)   the pool cannot make the room asked for; nothing was changed
-    ├── BlockStateError        (RuntimeError)  a block is not in the state that the call needs (release of a free one, ...)
+    ├── BlockStateError        (RuntimeError)  a block is not in the state that the call needs (release of a free one)
     ├── SequenceExists         (ValueError)    create or fork onto an id that is in use
     ├── UnknownSequence        (KeyError)      an id that was never created, or was freed
     ├── InvalidRequest         (ValueError)    a request that cannot be served: names the field, the value and the limit

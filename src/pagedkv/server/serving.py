@@ -259,7 +259,7 @@ class Served:
     ttft: float | None = None
 
 
-class Draining(Exception):  # noqa: N818  (a state of the server, answered with a 503)
+class Draining(Exception):
     """The server is shutting down and takes nothing new."""
 
 
