@@ -39,7 +39,7 @@ def position_bytes(pool: str, num_kv_heads: int = NUM_KV_HEADS, head_dim: int = 
 
 
 def decode_work(num_seqs: int, context: int, group: int, pool: str = "bf16", shared: int = 0) -> Work:
-    """One token for each of ``num_seqs`` sequences of ``context`` positions, of which ``shared`` are read once for all."""
+    """One token for each of ``num_seqs`` sequences of ``context`` positions, ``shared`` of them read once for all."""
     heads = NUM_KV_HEADS * group
     positions = num_seqs * (context - shared) + shared
     rows = 2 * 2 * num_seqs * heads * HEAD_DIM  # q read and output written, 16 bits
