@@ -61,19 +61,23 @@ void Decoder::add_layer(DecoderLayer layer) {
   require(fits(layer.o, shape_.hidden, shape_.heads_width()), name + "o has another size than the model");
   require(fits(layer.gate_up, gate_up, shape_.hidden), name + "gate_up has another size than the model");
   require(fits(layer.down, shape_.hidden, shape_.intermediate), name + "down has another size than the model");
-  require(layer.input_norm.size() == static_cast<size_t>(shape_.hidden) && layer.post_norm.size() == layer.input_norm.size(),
+  require(layer.input_norm.size() == static_cast<size_t>(shape_.hidden) &&
+              layer.post_norm.size() == layer.input_norm.size(),
           name + "a norm has another size than the model");
   require(sized(layer.q_norm, shape_.head_dim) && sized(layer.k_norm, shape_.head_dim) &&
               sized(layer.qkv_bias, shape_.qkv_width()) && sized(layer.o_bias, shape_.hidden) &&
               sized(layer.gate_up_bias, gate_up) && sized(layer.down_bias, shape_.hidden),
           name + "a norm or bias has another size than the model");
   if (std::find(windows_.begin(), windows_.end(), layer.window) == windows_.end()) windows_.push_back(layer.window);
+  for (const SharedWeight& packed : {layer.qkv, layer.o, layer.gate_up, layer.down})
+    multiplications_ += packed->weight().columns * static_cast<int64_t>(packed->weight().depth);
   layers_.push_back(std::move(layer));
 }
 
 void Decoder::forward(const DecoderStep& step, const LayerPools& pools, int threads) {
   check(step, pools);
   if (step.num_tokens == 0) return;
+  threads = worthwhile_threads(step.num_tokens * multiplications_, threads);
   plan(step, pools);
   prepare(step.num_tokens, threads);
 #pragma omp parallel num_threads(threads)
@@ -125,7 +129,8 @@ void Decoder::prepare(int64_t tokens, int threads) {
 int64_t Decoder::private_bytes() const { return kPrivateRows * normed_.stride * (shape_.bf16 ? 2 : 4); }
 
 void Decoder::run(const DecoderStep& step, const LayerPools& pools, const Team& team) {
-  const int64_t tokens = step.num_tokens, first = tokens * team.rank / team.size, last = tokens * (team.rank + 1) / team.size;
+  const int64_t tokens = step.num_tokens;
+  const int64_t first = tokens * team.rank / team.size, last = tokens * (team.rank + 1) / team.size;
   float* residual = reinterpret_cast<float*>(residual_.data());
   for (int64_t t = first; t < last; ++t)
     read_column(embedding_->weight(), step.token_ids[t], residual + t * residual_.stride);
@@ -170,9 +175,9 @@ void Decoder::attend(const DecoderStep& step, const LayerPools& pools, size_t in
   for (int64_t t = first; t < last; ++t) {
     const int64_t row = step.positions[t] * (width / 2);
     float* heads = qkv + t * qkv_.stride;
-    rotate(heads, {step.cos + row, step.sin + row, or_null(layer.q_norm), shape_.eps, shape_.num_heads, shape_.head_dim});
-    rotate(heads + k_at,
-           {step.cos + row, step.sin + row, or_null(layer.k_norm), shape_.eps, shape_.num_kv_heads, shape_.head_dim});
+    const float *cos = step.cos + row, *sin = step.sin + row;
+    rotate(heads, {cos, sin, or_null(layer.q_norm), shape_.eps, shape_.num_heads, shape_.head_dim});
+    rotate(heads + k_at, {cos, sin, or_null(layer.k_norm), shape_.eps, shape_.num_kv_heads, shape_.head_dim});
     write_kv_rows(write, t, t + 1);
   }
 #pragma omp barrier
@@ -211,8 +216,8 @@ void Decoder::product(const Product& product, const Team& team) const {
 
 void Decoder::logits(const void* hidden, int64_t rows, float* out, int threads) {
   const Weight& weight = head_->weight();
-  multiply({hidden, shape_.hidden, rows, weight, {TailKind::store, nullptr, out, weight.columns, weight.columns, false}},
-           threads);
+  const Tail tail{TailKind::store, nullptr, out, weight.columns, weight.columns, false};
+  multiply({hidden, shape_.hidden, rows, weight, tail}, threads);
 }
 
 }  // namespace pagedkv

@@ -1,6 +1,7 @@
 // A whole forward pass of a Llama- or Qwen-like decoder in one call: all layers inside one parallel region.
 //
-//     x = embedding;  layers x { x += o(attention(rotate(qkv(norm(x)))));  x += down(silu(gate(norm(x))) * up(norm(x))) };
+//     x = embedding;
+//     layers x { x += o(attention(rotate(qkv(norm(x)))));  x += down(silu(gate(norm(x))) * up(norm(x))) };
 //     hidden = norm(x)
 //
 // The residual stream x is float32; what enters a product is rounded to bf16 once (float32 models: not at all). Every
@@ -103,6 +104,7 @@ class Decoder {
   SharedWeight embedding_, head_;
   Vector final_norm_;
   std::vector<DecoderLayer> layers_;
+  int64_t multiplications_ = 0;  // of all products, for one token
 
   // Plans by window, made once per forward.
   std::vector<int32_t> windows_;

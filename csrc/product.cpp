@@ -2,6 +2,7 @@
 
 #include <omp.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "isa.hpp"
@@ -14,6 +15,10 @@ extern const ProductKernels product_avx2, product_avx512, product_avx512bf16;
 #elif defined(PAGEDKV_ARM64)
 extern const ProductKernels product_neon;
 #endif
+
+namespace {
+constexpr int64_t kSerialWork = 1 << 18;  // multiplications that take about ten times as long as waking a thread
+}
 
 const ProductKernels& product_kernels() {
   switch (isa()) {
@@ -30,11 +35,17 @@ const ProductKernels& product_kernels() {
 
 size_t scratch_bytes(const Weight& weight) {
   if (weight.kind != WeightKind::int4_offset) return 0;
-  const auto bytes = static_cast<size_t>(kRowBlock * (weight.depth / kGroup)) * sizeof(float);
+  // blocks end at whole tiles, so one may be a tile longer than kRowBlock
+  const auto bytes = static_cast<size_t>((kRowBlock + kGroup) * (weight.depth / kGroup)) * sizeof(float);
   return (bytes + 63) / 64 * 64;
 }
 
+int worthwhile_threads(int64_t multiplications, int threads) {
+  return std::max(1, static_cast<int>(std::min<int64_t>(threads, multiplications / kSerialWork)));
+}
+
 void multiply(const Product& product, int threads) {
+  threads = worthwhile_threads(product.rows * product.weight.columns * product.weight.depth, threads);
   const ProductFn run = product_of(product.weight.kind);
   const size_t each = scratch_bytes(product.weight) / sizeof(float);
   std::vector<float> scratch(each * static_cast<size_t>(threads));

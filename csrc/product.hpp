@@ -68,7 +68,7 @@ struct Product {
   Tail tail;
 };
 
-// Rows are taken in blocks, so that the x of a block stays in the second-level cache while the panels pass by.
+// Rows of x that are taken together.
 constexpr int64_t kRowBlock = 144;
 
 // Does part `part` of `parts` of a product. Parts write disjoint outputs and may run at the same time, each with
@@ -81,6 +81,9 @@ struct ProductKernels {
 };
 const ProductKernels& product_kernels();
 inline ProductFn product_of(WeightKind kind) { return product_kernels().run[static_cast<int>(kind)]; }
+
+// As many of `threads` as have something to do that is worth starting them. Results do not depend on it.
+int worthwhile_threads(int64_t multiplications, int threads);
 
 // A whole product in a parallel region of its own, with its own scratch: what a single linear layer calls.
 void multiply(const Product& product, int threads);

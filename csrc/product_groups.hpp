@@ -15,7 +15,7 @@ struct Groups {
   static constexpr bool kOffset = kind == WeightKind::int4_offset;
 
   // Sums of x over each group, for rows top .. bottom.
-  static void begin_rows(const Product& product, int64_t top, int64_t bottom, void* scratch) {
+  static void begin(const Product& product, int64_t top, int64_t bottom, void* scratch) {
     if (!kOffset) return;
     float* sums = static_cast<float*>(scratch);
     for (int64_t row = top; row < bottom; ++row) {

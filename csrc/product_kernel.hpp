@@ -125,7 +125,7 @@ struct Dense {
       for (int p = 0; p < P; ++p) finish(product, at.row + r, at.panel + p, acc[r][2 * p], acc[r][2 * p + 1]);
   }
 
-  static void begin_rows(const Product&, int64_t, int64_t, void*) {}
+  static void begin(const Product&, int64_t, int64_t, void*) {}
 };
 
 // The tile of `rows` rows and `panels` panels, found at run time.
@@ -140,29 +140,26 @@ void tile_of(const Product& product, Place at, int rows, int panels) {
   }
 }
 
-// Work items are (block of rows, panel), panels fastest; part p of n takes a run of them. Blocks are cut into tiles
-// of equal height.
+// Rows are taken in blocks, so that the x of a block stays in the second-level cache while all panels pass by; a block
+// is cut into tiles of equal height. Its work items are (panel, tile), tiles fastest, so that a panel stays in the
+// first level while the tiles pass by; part p of n takes a run of them.
 template <typename Kernel>
 void multiply(const Product& product, int part, int parts, void* scratch) {
-  if (product.rows <= 0) return;
-  const int64_t panels = product.weight.panels();
-  const int64_t blocks = (product.rows + kRowBlock - 1) / kRowBlock;
-  const int64_t end = blocks * panels * (part + 1) / parts;
-  int64_t block_before = -1;
-  for (int64_t item = blocks * panels * part / parts; item < end;) {
-    const int64_t block = item / panels;
-    const int64_t top = product.rows * block / blocks, bottom = product.rows * (block + 1) / blocks;
-    const int64_t tiles = (bottom - top + Kernel::kRows - 1) / Kernel::kRows;
-    Place at{top, top, item % panels, tiles == 1, scratch};
-    if (block != block_before) Kernel::begin_rows(product, top, bottom, scratch);
-    block_before = block;
-    const int wide = at.alone && at.panel + 1 < panels && item + 1 < end ? 2 : 1;
-    for (int64_t t = 0; t < tiles; ++t) {
-      at.row = top + (bottom - top) * t / tiles;
-      const int64_t next = top + (bottom - top) * (t + 1) / tiles;
-      tile_of<Kernel>(product, at, static_cast<int>(next - at.row), wide);
+  const int64_t panels = product.weight.panels(), blocks = (product.rows + kRowBlock - 1) / kRowBlock;
+  for (int64_t block = 0, top = 0; block < blocks; ++block) {
+    int64_t bottom = product.rows * (block + 1) / blocks;
+    if (block + 1 < blocks) bottom -= bottom % Kernel::kRows;
+    const int64_t rows = bottom - top, tiles = (rows + Kernel::kRows - 1) / Kernel::kRows;
+    Kernel::begin(product, top, bottom, scratch);
+    const int64_t end = panels * tiles * (part + 1) / parts;
+    for (int64_t item = panels * tiles * part / parts; item < end;) {
+      const int64_t t = item % tiles, row = top + rows * t / tiles, next = top + rows * (t + 1) / tiles;
+      const Place at{row, top, item / tiles, tiles == 1, scratch};
+      const int wide = at.alone && item + 1 < end ? 2 : 1;
+      tile_of<Kernel>(product, at, static_cast<int>(next - row), wide);
+      item += wide;
     }
-    item += wide;
+    top = bottom;
   }
 }
 
