@@ -98,11 +98,13 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         tenant: str | None = None,
+        explain: bool = False,
     ) -> AsyncIterator[RequestOutput]:
         """Everything so far, whenever there is more of it; the last item has ``finished``.
 
         request_id: the caller's name for it (a new one, if left out); two requests may have the same
         cache_salt: requests share cached prefixes only with the same salt
+        explain:    keep why the prefix cache had no more of the prompt (``RequestOutput.report``)
         tenant:     as a salt, but the server's to set: a client's salt never leads into another tenant's blocks
 
         Raises InvalidRequest, QueueFull or EngineDead before the first item, RequestFailed where this request alone
@@ -115,7 +117,7 @@ class AsyncLLM:
         name = uuid4().hex if request_id is None else request_id
 
         def enter(engine: Engine) -> None:
-            key = engine.add_request(name, tokenised, params, priority=priority, cache_salt=salt)
+            key = engine.add_request(name, tokenised, params, priority=priority, cache_salt=salt, explain=explain)
             self._thread.follow(stream, key)
 
         ended = False

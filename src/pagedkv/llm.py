@@ -87,17 +87,19 @@ class LLM:
         *,
         priority: Sequence[int] | None = None,
         cache_salt: str | None = None,
+        explain: bool = False,
     ) -> list[RequestOutput]:
         """The outputs of all prompts, ``result[i]`` of ``prompts[i]``.
 
         prompts: a string, a list of token ids, ``{"prompt_token_ids": [...]}``, or a list of these
         sampling_params: one for all, or one for each prompt
         use_tqdm: a progress bar on stderr, if that is a terminal
+        explain: keep why the prefix cache had no more of each prompt, for ``output.explain()``
 
         A prompt or parameter that cannot be served raises InvalidRequest that says which one, before anything runs. A
         failure of one request while it runs is its output's ``error``; the others are not touched.
         """
-        return self._run(prompts, sampling_params or SamplingParams(), use_tqdm, priority, cache_salt)
+        return self._run(prompts, sampling_params or SamplingParams(), use_tqdm, priority, cache_salt, explain)
 
     def chat(
         self,
@@ -106,6 +108,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         cache_salt: str | None = None,
+        explain: bool = False,
         **template: Any,
     ) -> list[RequestOutput]:
         """As ``generate``, for one conversation or a list of them.
@@ -118,7 +121,7 @@ class LLM:
             {"prompt_token_ids": self.chat_prompt(cast("Sequence[Message]", chat), cache_salt=cache_salt, **template)}
             for chat in chats
         ]
-        return self._run(prompts, sampling_params or SamplingParams(), use_tqdm, None, cache_salt)
+        return self._run(prompts, sampling_params or SamplingParams(), use_tqdm, None, cache_salt, explain)
 
     def chat_prompt(self, messages: Sequence[Message], *, cache_salt: str | None = None, **template: Any) -> list[int]:
         """The token ids of a conversation, ids that this engine generated among them (``engine/turns.py``).
@@ -156,8 +159,9 @@ class LLM:
         use_tqdm: bool,
         priority: Sequence[int] | None,
         cache_salt: str | None,
+        explain: bool = False,
     ) -> list[RequestOutput]:
-        keys = self._add_all(prompts, params, priority, cache_salt, final_only=True)
+        keys = self._add_all(prompts, params, priority, cache_salt, final_only=True, explain=explain)
         done: dict[str, RequestOutput] = {}
         with _bar(self.engine, len(keys)) if use_tqdm and keys else nullcontext() as bar:
             for output in self._steps(keys):
@@ -174,6 +178,7 @@ class LLM:
         cache_salt: str | None,
         *,
         final_only: bool,
+        explain: bool = False,
     ) -> list[int]:
         """All requests or none."""
         listed = _as_list(prompts)
@@ -184,7 +189,13 @@ class LLM:
             for index, (prompt, param, rank) in enumerate(zip(listed, each, ranks, strict=True)):
                 keys.append(
                     self.engine.add_request(
-                        str(index), prompt, param, priority=rank, cache_salt=cache_salt, final_only=final_only
+                        str(index),
+                        prompt,
+                        param,
+                        priority=rank,
+                        cache_salt=cache_salt,
+                        final_only=final_only,
+                        explain=explain,
                     )
                 )
         except Exception as error:

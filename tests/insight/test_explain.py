@@ -52,8 +52,7 @@ class Cache:
 
     def why(self, prompt: list[int], **attach: Any) -> tuple[StopReason, str]:
         report = self.prefix.report(self.begin(prompt, **attach))
-        scope = attach.get("scope", self.prefix.scope)
-        return report.reason, describe(report, decode=letters, prompt=prompt, scope=scope, now=self.now)
+        return report.reason, describe(report, decode=letters, prompt=prompt, now=self.now)
 
 
 def test_diverged_names_the_token_and_quotes_both_texts() -> None:
@@ -208,3 +207,25 @@ def test_a_tokenizer_that_joins_across_the_end_of_what_is_equal_is_named() -> No
 def test_equal_texts_and_beginnings_do_not_part() -> None:
     assert "They do not part" in tell(compare_texts("abcd", "abcd", encode_pairs, decode_pairs, 1))
     assert "A is the beginning" in tell(compare_texts("ab", "abcd", encode_pairs, decode_pairs, 1))
+
+
+def test_an_output_of_the_engine_explains_itself_where_it_was_asked_to(tiny_model: Any) -> None:
+    from pagedkv import LLM, SamplingParams
+
+    llm = LLM(str(tiny_model()), block_size=4, num_gpu_blocks_override=32, max_model_len=64)
+    greedy = SamplingParams(temperature=0, max_tokens=2)
+    prompt = list(range(3, 16))
+    asked, not_asked = (
+        llm.generate({"prompt_token_ids": prompt}, greedy, use_tqdm=False, explain=explain)[0]
+        for explain in (True, False)
+    )
+    assert asked.report is not None
+    assert asked.report.reason is StopReason.NEVER_SEEN
+    assert asked.explain().startswith("0 of 13 prompt tokens came from the cache, 13 were computed.")
+    assert not_asked.report is None
+    assert "explain=True" in not_asked.explain()
+    other = [*prompt[:6], 40, 41, 42]
+    output = llm.generate([other], greedy, use_tqdm=False, explain=True)[0]
+    assert output.num_cached_tokens == 6
+    assert "Diverged at token 6" in output.explain()
+    assert "this prompt says" in output.explain(decode=llm.tokenizer.decode)

@@ -41,6 +41,7 @@ class AttachReport:
     eviction:           the record of the next block (EVICTED)
     other_scope:        a scope under which the first block is cached (OTHER_SCOPE)
     twin:               the sequence that computes the next block (TWIN_IN_FLIGHT)
+    scope:              of the sequence
     """
 
     num_tokens: int
@@ -53,6 +54,7 @@ class AttachReport:
     eviction: Eviction | None = None
     other_scope: KeyScope | None = None
     twin: Hashable | None = None
+    scope: KeyScope | None = None
 
     @property
     def num_computed_tokens(self) -> int:
@@ -72,6 +74,7 @@ def explain(index: BlockIndex, chain: KeyChain, match: Match, log: EvictionLog, 
         position=match.num_cached_tokens,
         nearest_tokens=() if match.nearest is None else decode_tokens(match.nearest),
         nearest_position=start,
+        scope=chain.scope,
     )
     if not match.read:
         return replace(report, reason=StopReason.NOT_READ)

@@ -74,6 +74,7 @@ class Engine:
         media: Seq[MediaSpan] = (),
         arrival: float | None = None,
         final_only: bool = False,
+        explain: bool = False,
     ) -> int:
         """A request enters the queue. Returns its key, the engine's own number for it.
 
@@ -82,13 +83,14 @@ class Engine:
         cache_salt, adapter, media: what its cached blocks are valid under (``cache/keys.py``)
         arrival:    when it came, on the engine's clock; now, if left out
         final_only: ``step`` reports it once, when it has ended
+        explain:    keep what the prefix cache had of it and why not more (``RequestOutput.report``)
 
         Raises InvalidRequest (RequestTooLong among them) or QueueFull; nothing is changed then.
         """
         limit = self.scheduler.config.max_num_queued_reqs
         if limit is not None and len(self.scheduler.waiting) >= limit:
             raise QueueFull(limit)
-        asked = Asked(priority, cache_salt, adapter, media, final_only)
+        asked = Asked(priority, cache_salt, adapter, media, final_only, explain)
         request = self.intake.make(self._next_key, request_id, prompt, params, asked)
         self._next_key += 1
         request.metrics.arrival = self._clock() if arrival is None else arrival

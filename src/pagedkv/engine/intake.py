@@ -38,6 +38,7 @@ class Asked:
     adapter: str | None = None
     media: Seq[MediaSpan] = ()
     final_only: bool = False
+    explain: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ class Intake:
             scope=self._scope_of(asked),
             media=tuple(asked.media),
             final_only=asked.final_only,
+            explain=asked.explain,
         )
         root = Sequence(request, 0, ids.copy(), len(ids))
         root.num_seats = min(request.num_samples, self._max_num_seqs)

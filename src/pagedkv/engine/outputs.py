@@ -6,9 +6,12 @@ with the text of an earlier one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from pagedkv.cache.report import AttachReport
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -104,6 +107,7 @@ class RequestOutput:
     prompt_logprobs:   one entry a prompt token, the first None (nothing came before it); None unless asked for
     outputs:           n samples in order of index; beams in order of score
     num_cached_tokens: prompt tokens whose KV came from the prefix cache
+    report:            why it was not more; None unless ``explain`` was asked for (and the prefix cache is on)
     error:             what ended it, where that was a failure of this request alone; its finish_reason is "abort" then
     """
 
@@ -116,6 +120,15 @@ class RequestOutput:
     num_cached_tokens: int = 0
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     error: str | None = None
+    report: AttachReport | None = None
+
+    def explain(self, decode: Callable[[Sequence[int]], str] | None = None) -> str:
+        """The report in words. ``decode``: ids to text, where the texts around a divergence may be shown."""
+        from pagedkv.insight.explain import describe
+
+        if self.report is None:
+            return "Not kept: ask for it with explain=True, and with the prefix cache on."
+        return describe(self.report, decode=decode, prompt=self.prompt_token_ids)
 
 
 def _between(start: float | None, end: float | None) -> float | None:

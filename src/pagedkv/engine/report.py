@@ -22,6 +22,7 @@ def output_of(request: Request) -> RequestOutput:
         finished=request.finished,
         prompt_logprobs=None if known is None else known.copy(),
         num_cached_tokens=request.num_cached_tokens,
+        report=request.report,
         metrics=replace(request.metrics),
         error=request.error,
     )

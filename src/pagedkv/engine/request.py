@@ -24,6 +24,7 @@ from pagedkv.engine.params import BeamSearchParams, SamplingParams
 
 if TYPE_CHECKING:
     from pagedkv.cache.keys import KeyChain, KeyScope, MediaSpan
+    from pagedkv.cache.report import AttachReport
     from pagedkv.engine.beam import BeamSearch
     from pagedkv.engine.sampler import SampleRow
     from pagedkv.engine.stop import Voice
@@ -44,6 +45,7 @@ class Request:
     max_new_tokens:  what ``max_tokens``, the context length and the prompt leave
     salt, scope:     what its cache keys are valid under (None: the engine's own);  media: images and the like by digest
     final_only:      its output is reported once, at the end
+    explain, report: whether to keep what its first admission found in the cache, and that
     prompt_logprobs: filled chunk by chunk; the first entry is None. None unless asked for
     num_cached_tokens: tokens of the prompt that its first admission found in the cache
     beam, best:      the search over its sequences, if it is one, and what it found
@@ -61,6 +63,8 @@ class Request:
     scope: KeyScope | None = None
     media: Seq[MediaSpan] = ()
     final_only: bool = False
+    explain: bool = False
+    report: AttachReport | None = None
     beam: BeamSearch | None = None
     best: list[CompletionOutput] = field(default_factory=list)
     metrics: RequestMetrics = field(default_factory=RequestMetrics)

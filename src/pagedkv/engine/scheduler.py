@@ -162,6 +162,8 @@ class Scheduler:
             cached = self.prefix.attach(
                 seq.id, seq.tokens, chain=chain, read=request.reads_cache, count=not seq.admitted
             )
+            if request.explain and not seq.admitted:
+                request.report = self.prefix.report(seq.id)
         self._enter(seq)
         seq.num_computed_tokens = cached
         self._reserve(seq, seq.num_tokens - cached, plan)

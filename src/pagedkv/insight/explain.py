@@ -20,23 +20,19 @@ def describe(
     *,
     decode: Decode | None = None,
     prompt: Sequence[int] = (),
-    scope: KeyScope | None = None,
     now: float | None = None,
 ) -> str:
     """The report in one or two sentences.
 
     decode:  given, and with ``prompt``, the texts around a divergence are quoted; left out, no text appears
-    scope:   of the request, so that ``other scope`` can say which part differs (never its value)
     now:     on the cache's clock, so that ``evicted`` can say how long ago
     """
     total, cached = report.num_tokens, report.num_cached_tokens
     head = f"{cached:,} of {total:,} prompt tokens came from the cache, {report.num_computed_tokens:,} were computed."
-    return f"{head} {_why(report, decode, prompt, scope, now)}"
+    return f"{head} {_why(report, decode, prompt, now)}"
 
 
-def _why(
-    report: AttachReport, decode: Decode | None, prompt: Sequence[int], scope: KeyScope | None, now: float | None
-) -> str:
+def _why(report: AttachReport, decode: Decode | None, prompt: Sequence[int], now: float | None) -> str:
     at = f"token {report.position:,}"
     if report.reason is StopReason.DIVERGED:
         return f"Diverged at {at}: cached texts that begin alike go on differently there." + _quoted(
@@ -45,7 +41,9 @@ def _why(
     if report.reason is StopReason.EVICTED:
         return f"Evicted: the block at {at} was cached once" + _eviction(report, now)
     if report.reason is StopReason.OTHER_SCOPE:
-        return f"Other scope: the same text is cached, but under another {_differences(scope, report.other_scope)}."
+        return (
+            f"Other scope: the same text is cached, but under another {_differences(report.scope, report.other_scope)}."
+        )
     plain = {
         StopReason.LAST_TOKEN: "Last token rule: all of it was there; the last token is computed for its logits.",
         StopReason.TOO_SHORT: "Shorter than a block: no block of this prompt is full before its last token.",
