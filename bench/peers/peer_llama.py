@@ -18,7 +18,7 @@ work = workload()
 prompts_ = work["prompts"]
 num_seqs = max(4, len(prompts_))
 ll.llama_backend_init()
-log = ll.llama_log_callback(lambda level, text, data: None)
+log = ll.llama_log_callback(lambda *_: None)
 ll.llama_log_set(log, ctypes.c_void_p(0))
 mparams = ll.llama_model_default_params()
 model = ll.llama_model_load_from_file(sys.argv[1].encode(), mparams)
@@ -76,9 +76,7 @@ def run(prompts: list[list[int]], new: int) -> list[list[int]]:
     else:
         for seq in range(len(prompts)):
             ll.llama_memory_seq_rm(memory, seq, shared, -1)
-    rows = [
-        (t, i, seq, i == len(p) - 1) for seq, p in enumerate(prompts) for i, t in enumerate(p) if i >= shared
-    ]
+    rows = [(t, i, seq, i == len(p) - 1) for seq, p in enumerate(prompts) for i, t in enumerate(p) if i >= shared]
     last = prefill(rows)
     generated = [[last[seq]] for seq in range(len(prompts))]
     for step in range(new - 1):

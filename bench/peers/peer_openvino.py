@@ -4,9 +4,9 @@ import sys
 import time
 
 began = time.perf_counter()
+import numpy as np  # noqa: E402
 import openvino as ov  # noqa: E402
 import openvino_genai as genai  # noqa: E402
-import numpy as np  # noqa: E402
 from report import measure, workload  # noqa: E402
 
 work = workload()
