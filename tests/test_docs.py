@@ -5,6 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +19,32 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 SERVER = "http://127.0.0.1:8000"  # as the pages write it; tests start one on a free port
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server as the pages start it, on a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = (tmp_path_factory.mktemp("served") / "log").open("w+")
+    command = [sys.executable, "-m", "pagedkv", "serve", "smollm2-135m", "--port", str(port), "--max-model-len", "2048"]
+    server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        for _ in range(900):
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                break
+            if server.poll() is not None:
+                break
+            time.sleep(0.1)
+        else:
+            pytest.fail(f"the server does not answer: {Path(log.name).read_text()[-2000:]}")
+        assert server.poll() is None, Path(log.name).read_text()[-2000:]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(30)
+        log.close()
 
 
 class Example(NamedTuple):

@@ -77,7 +77,7 @@ def demo(
         print(json.dumps(asdict(figures)))
         return
     console.print(_table(figures))
-    console.print(f"\nServe it: [bold]pagedkv serve {model}[/bold]  (an OpenAI-compatible server, the cache map at /)")
+    console.print(f"\nServe it: [bold]pagedkv serve {model}[/bold]  (OpenAI's API, and the cache map at /cache)")
 
 
 def _introduce(llm: LLM, console: Console) -> None:

@@ -18,6 +18,7 @@ SERVER_FLAGS = (
     flag("root_path", str, _SERVER, "Path prefix behind a proxy."),
     flag("max_body_bytes", int, _SERVER, "Larger bodies are refused; 32MiB.", parser=parse_bytes, metavar="SIZE"),
     flag("shutdown_timeout", float, _SERVER, "Seconds that running requests get after SIGTERM; 30."),
+    flag("record", Path, _SERVER, "Record lengths and hashes of the traffic, for `replay`; a new file."),
     flag("status_interval", float, _SERVER, "Seconds between status lines; 10, 0 for none."),
     flag("api_key", list[str], _ACCESS, "Ask for this key; may be repeated.", envvar="PAGEDKV_API_KEY"),
     flag("api_keys_file", Path, _ACCESS, "A file with lines KEY [TENANT].", exists=True),

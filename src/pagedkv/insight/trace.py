@@ -14,7 +14,7 @@ import csv
 import json
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ def _read_jsonl(name: str, lines: Iterator[str], limit: int | None) -> Trace:
     numbered = _Lines(name, lines)
     requests: list[TraceRequest] = []
     ids: dict[Any, int] = {}
-    chunk_tokens, first = MOONCAKE_CHUNK_TOKENS, 0.0
+    chunk_tokens = MOONCAKE_CHUNK_TOKENS
     for line in numbered:
         if limit is not None and len(requests) >= limit:
             break
@@ -130,9 +130,10 @@ def _read_jsonl(name: str, lines: Iterator[str], limit: int | None) -> Trace:
             raise numbered.bad(f"{type(error).__name__}: {error}") from error
         if len(chunks) * chunk_tokens < length:
             raise numbered.bad(f"{len(chunks)} ids of {chunk_tokens} tokens for {length} prompt tokens")
-        first = first if requests else arrival
-        requests.append(TraceRequest(arrival - first, length, output, chunks))
-    return Trace(name, chunk_tokens, requests)
+        requests.append(TraceRequest(arrival, length, output, chunks))
+    requests.sort(key=lambda request: request.arrival)  # a recording is in order of ending
+    first = requests[0].arrival if requests else 0.0
+    return Trace(name, chunk_tokens, [replace(request, arrival=request.arrival - first) for request in requests])
 
 
 def _read_csv(name: str, lines: Iterator[str], limit: int | None) -> Trace:

@@ -8,9 +8,12 @@ from fastapi.responses import JSONResponse, Response
 import pagedkv
 from pagedkv.errors import InvalidRequest
 from pagedkv.server.chat import plain_messages
+from pagedkv.server.errors import error_response
+from pagedkv.server.insight import MAX_KEPT
 from pagedkv.server.schema import (
     Detokenized,
     DetokenizeRequest,
+    Explanations,
     Health,
     Load,
     ModelCard,
@@ -20,7 +23,7 @@ from pagedkv.server.schema import (
     TokenizeRequest,
     Version,
 )
-from pagedkv.server.serving import ModelNotServed, Serving
+from pagedkv.server.serving import ModelNotServed, Serving, tenant_of
 
 router = APIRouter()
 
@@ -106,3 +109,18 @@ async def reset_prefix_cache(request: Request) -> ResetReply:
     """Forgets every cached prefix. Blocks in use stay until their requests end; ``blocks_in_use`` counts them."""
     success, blocks_in_use = await request.app.state.serving.llm.reset_prefix_cache()
     return ResetReply(success=success, blocks_in_use=blocks_in_use)
+
+
+@router.get("/v1/requests/{request_id}/explain", response_model=Explanations)
+async def explain(request_id: str, request: Request) -> Response | Explanations:
+    """Why the prefix cache had no more of a request that was sent with ``"explain": true``; the id is the answer's."""
+    serving: Serving = request.app.state.serving
+    found = serving.insight.explanations(tenant_of(serving, request), request_id)
+    if found:
+        return Explanations(id=request_id, explanations=found)
+    return error_response(
+        404,
+        f'request_id: nothing is kept of {request_id[:200]!r}; send a request with "explain": true '
+        f"(the last {MAX_KEPT} are kept, once they have ended)",
+        param="request_id",
+    )

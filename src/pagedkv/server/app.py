@@ -18,11 +18,13 @@ from starlette.middleware.cors import CORSMiddleware
 
 import pagedkv
 from pagedkv.async_llm import AsyncLLM
+from pagedkv.insight.record import TraceRecorder
 from pagedkv.server import admin, cache_map, chat, completions, errors, metrics
 from pagedkv.server.access import AccessLog
 from pagedkv.server.auth import ApiKeys, RequireKey
 from pagedkv.server.config import ServerConfig
 from pagedkv.server.errors import error_response
+from pagedkv.server.insight import Insight
 from pagedkv.server.limits import BodyLimit, EchoRequestId
 from pagedkv.server.serving import Draining, ModelNotServed, Serving
 
@@ -36,7 +38,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     """
     config = config or ServerConfig()
     keys = ApiKeys.load(config.api_key, config.api_keys_file)
-    serving = Serving(llm, config, config.served_model_name or (llm.model_name,))
+    record = None if config.record is None else TraceRecorder(config.record)
+    serving = Serving(llm, config, config.served_model_name or (llm.model_name,), insight=Insight(record))
     layers = [
         Middleware(EchoRequestId),
         Middleware(RequireKey, keys=keys),
@@ -59,6 +62,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         serving.draining = True
+        if record is not None:
+            record.close()
 
     app = FastAPI(
         title="pagedkv",

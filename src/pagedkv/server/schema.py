@@ -84,6 +84,7 @@ class GenerationBody(Body):
     cache_salt: str | None = Field(default=None, max_length=1024)
     priority: int | None = None
     request_id: str | None = None
+    explain: bool | None = False
     user: str | None = None
 
 
@@ -360,3 +361,18 @@ class Load(Reply):
 class ResetReply(Reply):
     success: bool
     blocks_in_use: int
+
+
+class Explanation(Reply):
+    """Of one prompt: ``reason`` is a StopReason's words, ``position`` the first token that was not reused."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    reason: str
+    position: int
+    text: str
+
+
+class Explanations(Reply):
+    id: str
+    explanations: list[Explanation]

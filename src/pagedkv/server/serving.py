@@ -21,6 +21,7 @@ from pagedkv.engine.outputs import CompletionOutput, RequestOutput, TokenLogprob
 from pagedkv.engine.params import BeamSearchParams, SamplingParams
 from pagedkv.errors import InvalidRequest
 from pagedkv.server.config import ServerConfig
+from pagedkv.server.insight import Asker, Insight
 from pagedkv.server.schema import GenerationBody, Usage
 
 Params = SamplingParams | BeamSearchParams
@@ -43,6 +44,7 @@ class Serving:
     started: int = field(default_factory=lambda: int(time.time()))
     num_active: int = 0
     draining: bool = False
+    insight: Insight = field(default_factory=Insight)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. An unknown one is a 404, as OpenAI's clients expect."""
@@ -235,7 +237,9 @@ def start(
     if serving.draining:
         raise Draining
     tenant = tenant_of(serving, request)
-    return [
+    asker = Asker(tenant, body.cache_salt)
+    decode = serving.llm.tokenizer.decode if serving.config.cache_map_show_text else None
+    sources = [
         serving.llm.generate(
             truncated(serving, body, prompt),
             params,
@@ -243,9 +247,13 @@ def start(
             priority=body.priority or 0,
             cache_salt=body.cache_salt,
             tenant=tenant,
+            explain=bool(body.explain),
         )
         for prompt in prompts
     ]
+    if not body.explain and serving.insight.record is None:
+        return sources
+    return [serving.insight.watch(source, request, asker, decode) for source in sources]
 
 
 @dataclass
