@@ -2,7 +2,8 @@
 
 The choice reads only host numbers (batch size, longest length, the card), so nothing waits for the device and a
 captured graph keeps it. It is about time, never about results: kernels take every sequence's own length themselves.
-The sizes are bounded by what bench/triton_resources.py shows: no register is spilled on sm_80, sm_90 and gfx942.
+The sizes are bounded by what bench/triton_resources.py shows: no register is spilled on sm_80,
+sm_90 and gfx942, by Triton 3.6 and 3.9.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def prefill_tiling(
     if compute_bytes == 4:
         most, tile = (32, 32) if wide <= 512 else (16, 16)
     else:
-        roomy = gpu.capability >= 90 or not (quantised or gpu.amd)
+        roomy = gpu.capability >= 90 and not quantised
         most, tile = (128, 64 if roomy else 32) if wide <= 256 else (64, 32)
     least = max(16, next_power_of_two(group))
     rows = min(max(next_power_of_two(max(1, max_query_len) * group), least), max(most, least))

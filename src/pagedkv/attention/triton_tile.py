@@ -36,10 +36,13 @@ def e4m3_to_half(bits):
 @triton.jit
 def load_tile(pointers, DTYPE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KV_FORMAT: tl.constexpr):
     """[TILE, BLOCK_D] values in the type the products are made in; dimensions past HEAD_DIM are 0."""
+    inside = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
     if BLOCK_D == HEAD_DIM:
         tile = tl.load(pointers)
+    elif KV_FORMAT == "plain" or KV_FORMAT == "fp8":
+        tile = tl.load(pointers, mask=inside, other=0.0)
     else:
-        tile = tl.load(pointers, mask=(tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], other=0)
+        tile = tl.load(pointers, mask=inside, other=0)
     if KV_FORMAT == "fp8_bits":
         tile = e4m3_to_half(tile)
     return tile.to(DTYPE)
