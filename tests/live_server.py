@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
+import uvicorn
 
 from pagedkv.async_llm import AsyncLLM
+from pagedkv.server.app import create_app
+from pagedkv.server.config import ServerConfig
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 128
@@ -63,6 +68,28 @@ def slowed(live: Live, seconds: float) -> Iterator[None]:
         yield
     finally:
         put(lambda _: quick[0])
+
+
+@contextmanager
+def serving(model: str | Path, config: ServerConfig | None = None, **engine: Any) -> Iterator[Live]:
+    """A server over a model, in a thread of this process, for as long as the context lasts."""
+    options = {"block_size": BLOCK_SIZE, "num_gpu_blocks_override": NUM_BLOCKS, "dtype": "float32", **engine}
+    llm = AsyncLLM(str(model), **options)
+    app = create_app(llm, config or ServerConfig(served_model_name=("tiny",)))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=2))
+    thread = threading.Thread(target=server.run, name="test-server")
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.005)
+        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        with httpx.Client(base_url=url, timeout=30) as http:
+            yield Live(url, http, llm)
+    finally:
+        app.state.serving.draining = True  # as a signal does
+        server.should_exit = True
+        thread.join()
+        llm.shutdown()
 
 
 def read_events(live: Live, path: str, **body: Any) -> Iterator[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import closing
 from typing import Annotated, Any
 
 import typer
@@ -27,17 +28,17 @@ def chat(
     engine: dict[str, Any],
 ) -> None:
     """Chat with MODEL; each turn says how much of the conversation the prefix cache had."""
-    someone = partner(model, url, api_key, engine)
-    if sys.stdin.isatty():
-        import readline  # noqa: F401  (line editing and history for input())
-
-        typer.secho(HELP, err=True, dim=True)
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-    while (text := _ask()) is not None:
-        if text.startswith("/"):
-            messages = _command(text, messages)
-        elif text:
-            _turn(someone, messages, text, {"max_tokens": max_tokens, "temperature": temperature})
+    with closing(partner(model, url, api_key, engine)) as someone:
+        if sys.stdin.isatty():
+            import readline  # noqa: F401  (line editing and history for input())
+
+            typer.secho(HELP, err=True, dim=True)
+        while (text := _ask()) is not None:
+            if text.startswith("/"):
+                messages = _command(text, messages)
+            elif text:
+                _turn(someone, messages, text, {"max_tokens": max_tokens, "temperature": temperature})
 
 
 def _ask() -> str | None:

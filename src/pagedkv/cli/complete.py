@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from typing import Annotated, Any
 
 import typer
@@ -31,6 +32,7 @@ def complete(
     text = sys.stdin.read() if prompt == "-" else prompt
     params: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed_, "stop": stop}
     given = {name: value for name, value in params.items() if value is not None}
-    for piece in partner(model, url, api_key, engine).complete(text, **given):
-        print(piece, end="", flush=True)
+    with closing(partner(model, url, api_key, engine)) as someone:
+        for piece in someone.complete(text, **given):
+            print(piece, end="", flush=True)
     print()

@@ -35,6 +35,9 @@ class Partner(Protocol):
     def complete(self, prompt: str, **params: Any) -> Iterator[str]:
         """The text after ``prompt``, piece by piece."""
 
+    def close(self) -> None:
+        """Gives back what it holds."""
+
 
 class LocalModel:
     """The engine in this process."""
@@ -48,6 +51,9 @@ class LocalModel:
 
     def complete(self, prompt: str, **params: Any) -> Iterator[str]:
         return self._stream(prompt, params)
+
+    def close(self) -> None:
+        """Nothing outlives the object."""
 
     def _stream(self, prompt: Any, params: Mapping[str, Any]) -> Iterator[str]:
         from pagedkv.engine.params import SamplingParams
@@ -73,8 +79,16 @@ class RemoteModel:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         base = url.rstrip("/").removesuffix("/v1")
         self._http = httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(10, read=None))
-        self._model = model or self._first_model()
         self.usage = Usage()
+        try:
+            self._model = model or self._first_model()
+        except InvalidRequest:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._http.close()
 
     def _first_model(self) -> str:
         answer = self._send("GET", "/v1/models", None)
