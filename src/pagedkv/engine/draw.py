@@ -51,12 +51,11 @@ def draw(weights: Tensor, chances: Tensor) -> Tensor:
     target = (chances * reached[:, -1]).unsqueeze(1)
     chunk = torch.searchsorted(reached, target, right=True)  # exists: a chance has 53 bits, so target < reached[-1]
     inside = chunks.gather(1, chunk.unsqueeze(-1).expand(-1, 1, CHUNK)).squeeze(1).double().cumsum(-1)
-    # A chunk's own sum differs from the accumulated one by rounding: look up the share, not the amount.
-    total = inside[:, -1:]
+    # A chunk's own sum differs from the accumulated one by rounding: look up the share, not the amount. It is below 1,
+    # since the target is at least half a unit in the last place below what the chunk reaches.
     share = ((target - reached.gather(1, chunk)) / sums.gather(1, chunk) + 1).clamp_(min=0)
-    offset = torch.searchsorted(inside, share * total, right=True)
-    last = (inside < total).sum(-1, keepdim=True)  # the last id of positive weight
-    return (chunk * CHUNK + torch.minimum(offset, last)).squeeze(1)
+    offset = torch.searchsorted(inside, share * inside[:, -1:], right=True)
+    return (chunk * CHUNK + offset).squeeze(1)
 
 
 def keep_thresholds(
