@@ -1,0 +1,77 @@
+// Four lanes: NEON on aarch64, fused multiply-add included.
+#pragma once
+#include <arm_neon.h>
+
+#include "numbers.hpp"
+
+namespace pagedkv::PAGEDKV_NS {
+
+constexpr int kLanes = 4;
+constexpr int kBlockRows = 6;  // rows x vectors of a product that stay in registers
+constexpr int kBlockVectors = 4;
+typedef float32x4_t vf;
+
+static inline vf load(const float* p) { return vld1q_f32(p); }
+static inline void store(float* p, vf x) { vst1q_f32(p, x); }
+static inline vf splat(float x) { return vdupq_n_f32(x); }
+static inline vf add(vf a, vf b) { return vaddq_f32(a, b); }
+static inline vf sub(vf a, vf b) { return vsubq_f32(a, b); }
+static inline vf mul(vf a, vf b) { return vmulq_f32(a, b); }
+static inline vf div(vf a, vf b) { return vdivq_f32(a, b); }
+static inline vf fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
+static inline vf max(vf a, vf b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }  // b where either is NaN
+static inline vf min(vf a, vf b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+static inline float first_lane(vf x) { return vgetq_lane_f32(x, 0); }
+static inline float hmax(vf x) {
+  float v[4];
+  store(v, x);
+  const float a = v[0] > v[2] ? v[0] : v[2], b = v[1] > v[3] ? v[1] : v[3];
+  return a > b ? a : b;
+}
+static inline float hsum(vf x) {
+  float v[4];
+  store(v, x);
+  return (v[0] + v[2]) + (v[1] + v[3]);
+}
+// x where low <= first + lane < high, else fill
+static inline vf keep(vf x, int first, int low, int high, float fill) {
+  const int32_t lanes[4] = {first, first + 1, first + 2, first + 3};
+  const int32x4_t at = vld1q_s32(lanes);
+  const uint32x4_t inside = vandq_u32(vcgeq_s32(at, vdupq_n_s32(low)), vcltq_s32(at, vdupq_n_s32(high)));
+  return vbslq_f32(inside, x, splat(fill));
+}
+static inline vf round_even(vf x) { return vrndnq_f32(x); }
+// 2^n for whole -127 <= n <= 127; 0 for -127
+static inline vf power_of_two(vf n) {
+  return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23));
+}
+template <class T>
+static inline vf load_as(const T* p) {
+  const float lanes[4] = {widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])};
+  return load(lanes);
+}
+static inline vf load_as(const float* p) { return load(p); }
+static inline vf load_as(const bfloat_t* p) {
+  return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p)), 16));
+}
+static inline vf load_as(const half_t* p) {
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(reinterpret_cast<const uint16_t*>(p))));
+}
+template <class T>
+static inline void store_as(T* p, vf x) {
+  float lanes[4];
+  store(lanes, x);
+  for (int i = 0; i < 4; ++i) narrow(lanes[i], p[i]);
+}
+// out[c][r] = rows[r][c] for kLanes rows and columns
+static inline void transpose(const float* const* rows, int column, float* out, int stride) {
+  const float32x4x2_t a = vtrnq_f32(load(rows[0] + column), load(rows[1] + column));
+  const float32x4x2_t b = vtrnq_f32(load(rows[2] + column), load(rows[3] + column));
+  store(out, vcombine_f32(vget_low_f32(a.val[0]), vget_low_f32(b.val[0])));
+  store(out + stride, vcombine_f32(vget_low_f32(a.val[1]), vget_low_f32(b.val[1])));
+  store(out + 2 * stride, vcombine_f32(vget_high_f32(a.val[0]), vget_high_f32(b.val[0])));
+  store(out + 3 * stride, vcombine_f32(vget_high_f32(a.val[1]), vget_high_f32(b.val[1])));
+}
+static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+}  // namespace pagedkv::PAGEDKV_NS
