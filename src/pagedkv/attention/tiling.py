@@ -79,13 +79,14 @@ def prefill_tiling(
     """
     wide = padded(head_dim) * compute_bytes
     if compute_bytes == 4:
-        most, tile = (32, 32) if wide <= 512 else (16, 16)
+        most, tile = (32, 32) if wide <= 256 else (16, 32) if wide <= 512 else (16, 16)
     else:
         roomy = gpu.capability >= 90 and not quantised
         most, tile = (128, 64 if roomy else 32) if wide <= 256 else (64, 32)
     least = max(16, next_power_of_two(group))
     rows = min(max(next_power_of_two(max(1, max_query_len) * group), least), max(most, least))
-    warps = 8 if (rows >= 128 or rows * wide > 64 * 256) and not gpu.amd else 4
+    crowded = rows >= 128 or rows * wide > 64 * 256 or (compute_bytes == 4 and rows * wide > 16 * 512)
+    warps = 8 if crowded and not gpu.amd else 4
     return Tiling(rows, tile, warps, num_stages=2)
 
 
