@@ -22,11 +22,11 @@ nb::bytes digest(nb::bytes message, bool portable) {
   return nb::bytes(reinterpret_cast<const char*>(out), sizeof out);
 }
 
-// The keys of the blocks in data (width bytes each) that follow the key parent, and the blocks as bytes.
+// The keys of the full blocks in data (width bytes each) that follow the key parent, and the blocks as bytes.
 //     message of a block = 'P' length parent 'T' length tokens
 nb::tuple chain_keys(nb::bytes parent, nb::bytes data, size_t width) {
   if (parent.size() != 32) throw nb::value_error("a key has 32 bytes");
-  if (width == 0 || data.size() % width) throw nb::value_error("the data are not whole blocks");
+  if (width == 0) throw nb::value_error("a block has at least one byte");
   constexpr size_t kTokens = 42;
   std::vector<uint8_t> message(kTokens + width);
   uint8_t* const key = message.data() + 5;
@@ -35,12 +35,15 @@ nb::tuple chain_keys(nb::bytes parent, nb::bytes data, size_t width) {
   message[37] = 'T';
   put_length(message.data() + 38, width);
   std::memcpy(key, parent.c_str(), 32);
-  nb::list keys, chunks;
-  for (size_t at = 0; at < data.size(); at += width) {
-    std::memcpy(message.data() + kTokens, data.c_str() + at, width);
+  const auto blocks = static_cast<Py_ssize_t>(data.size() / width);
+  const char* tokens = data.c_str();
+  nb::list keys = nb::steal<nb::list>(PyList_New(blocks)), chunks = nb::steal<nb::list>(PyList_New(blocks));
+  if (!keys.is_valid() || !chunks.is_valid()) nb::raise_python_error();
+  for (Py_ssize_t i = 0; i < blocks; ++i, tokens += width) {
+    std::memcpy(message.data() + kTokens, tokens, width);
     pagedkv::sha256(message.data(), message.size(), key);
-    keys.append(nb::bytes(reinterpret_cast<const char*>(key), 32));
-    chunks.append(nb::bytes(data.c_str() + at, width));
+    PyList_SetItem(keys.ptr(), i, nb::bytes(reinterpret_cast<const char*>(key), 32).release().ptr());
+    PyList_SetItem(chunks.ptr(), i, nb::bytes(tokens, width).release().ptr());
   }
   return nb::make_tuple(std::move(keys), std::move(chunks));
 }

@@ -99,7 +99,7 @@ class CacheMachine(RuleBasedStateMachine):
             allocator.refs.copy(),
             bytes(allocator.cached),
             allocator.free_blocks(),
-            list(self.cache.policy._since),  # type: ignore[attr-defined]
+            self.cache.policy.idle_blocks(),
             index.blocks.copy(),
             self.cache.stats.__dict__.copy(),
         )
@@ -384,7 +384,7 @@ def key_without_parent(parent: bytes, chunk: bytes, media: Any = ()) -> bytes:  
 
 
 def chain_without_parent(parent: bytes, data: bytes, width: int) -> tuple[list[bytes], list[bytes]]:
-    chunks = [data[start : start + width] for start in range(0, len(data), width)]
+    chunks = [data[start : start + width] for start in range(0, len(data) // width * width, width)]
     return [key_without_parent(parent, chunk) for chunk in chunks], chunks
 
 

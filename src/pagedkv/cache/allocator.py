@@ -123,30 +123,34 @@ class BlockAllocator:
         self._must_exist(blocks)
         freed: list[int] = []
         idle: list[int] = []
-        for index, block in enumerate(blocks):
+        walk = iter(blocks)
+        for block in walk:
             left = refs[block] - 1
-            if left <= 0:
-                if left < cached[block]:
-                    for earlier in blocks[:index]:
-                        refs[earlier] += 1
-                    owner = "only the prefix cache holds it" if cached[block] else "it is free"
-                    raise BlockStateError(f"cannot release block {block}: {owner}")
-                freed.append(block)
-            elif left == 1 and cached[block]:
-                idle.append(block)
             refs[block] = left
+            if left > 1:
+                continue
+            if left == 1:
+                if cached[block]:
+                    idle.append(block)
+            elif left == 0 and not cached[block]:
+                freed.append(block)
+            else:
+                for released in blocks[: len(blocks) - len(list(walk))]:
+                    refs[released] += 1
+                owner = "only the prefix cache holds it" if cached[block] else "it is free"
+                raise BlockStateError(f"cannot release block {block}: {owner}")
         self._returned += freed
         if idle and self.listener is not None:
             self.listener.idle_many(idle)
 
     def cache_many(self, blocks: Sequence[int]) -> None:
-        """The prefix cache becomes one more owner of each block; all are in use, different, and not cached."""
+        """The prefix cache becomes one more owner of each block; all are in use and not cached."""
         refs, cached = self.refs, self.cached
         self._must_exist(blocks)
-        if 1 in map(cached.__getitem__, blocks) or 0 in map(refs.__getitem__, blocks):
-            bad = next(b for b in blocks if cached[b] or refs[b] == 0)
-            raise BlockStateError(f"cannot cache block {bad}: it is {'cached already' if cached[bad] else 'free'}")
-        for block in blocks:
+        for index, block in enumerate(blocks):
+            if cached[block] or refs[block] == 0:
+                self.uncache_many(blocks[:index])
+                raise BlockStateError(f"cannot cache block {block}: it is {'cached' if cached[block] else 'free'}")
             refs[block] += 1
             cached[block] = 1
 
@@ -154,10 +158,13 @@ class BlockAllocator:
         """The prefix cache gives up its references; returns how many blocks that freed. The listener is not told."""
         refs, cached = self.refs, self.cached
         self._must_exist(blocks)
-        if 0 in map(cached.__getitem__, blocks):
-            raise BlockStateError(f"cannot uncache block {next(b for b in blocks if not cached[b])}: it is not cached")
         freed: list[int] = []
-        for block in blocks:
+        for index, block in enumerate(blocks):
+            if not cached[block]:
+                for earlier in blocks[:index]:
+                    refs[earlier] += 1
+                    cached[earlier] = 1
+                raise BlockStateError(f"cannot uncache block {block}: it is not cached")
             cached[block] = 0
             left = refs[block] - 1
             refs[block] = left
@@ -179,6 +186,6 @@ class BlockAllocator:
         return [*self._returned, *range(self._untouched, self.num_blocks)]
 
     def _must_exist(self, blocks: Sequence[int]) -> None:
-        if blocks and (min(blocks) < 0 or max(blocks) >= self.num_blocks):
+        if blocks and not 0 <= min(blocks) <= max(blocks) < self.num_blocks:
             bad = next(block for block in blocks if not 0 <= block < self.num_blocks)
             raise BlockStateError(f"block {bad} does not exist; the pool has blocks 0 to {self.num_blocks - 1}")

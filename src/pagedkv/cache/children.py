@@ -70,12 +70,13 @@ class _Run:
 class ChildIndex:
     """Children of every node.
 
-    tokens: list indexed by block with the encoded tokens of each cached block (shared with the prefix cache)
+    tokens:   list indexed by block with the encoded tokens of each cached block (shared with the prefix cache)
+    of_block: list indexed by block: None, the only child, or all of them in order
     """
 
     def __init__(self, num_blocks: int, tokens: Sequence[bytes]) -> None:
         self._tokens = tokens
-        self._of_block: list[int | _Run | None] = [None] * num_blocks
+        self.of_block: list[int | _Run | None] = [None] * num_blocks
         self._of_root: dict[int, int | _Run] = {}
 
     def sort_key(self, block: int) -> tuple[bytes, int]:
@@ -92,25 +93,17 @@ class ChildIndex:
         else:
             present.add(block)
 
-    def add_run(self, node: int, blocks: Sequence[int]) -> None:
-        """Blocks of which the first continues ``node`` and each other the one before it; none is continued yet."""
-        self.add(node, blocks[0])
-        of_block, parent = self._of_block, blocks[0]
-        for block in blocks[1:]:
-            of_block[parent] = block
-            parent = block
-
-    def remove(self, node: int, block: int) -> None:
-        """``block``, whose tokens are still in place, leaves."""
-        present = self._get(node)
-        if present == block:
-            self._set(node, None)
-        elif isinstance(present, _Run):
+    def remove(self, node: int, block: int) -> bool:
+        """``block``, whose tokens are still in place, leaves. Returns whether it was the last child of ``node``."""
+        present = self.of_block[node] if node >= 0 else self._of_root.get(node)
+        if isinstance(present, _Run):
             present.remove(block)
-            if not present.lists:
-                self._set(node, None)
-        else:
+            if present.lists:
+                return False
+        elif present != block:
             raise KeyError(f"block {block} is no child of node {node}")
+        self._set(node, None)
+        return True
 
     def around(self, node: int, chunk: bytes) -> list[int]:
         """At most two children of ``node``; one of them shares most leading tokens with ``chunk``."""
@@ -125,7 +118,7 @@ class ChildIndex:
 
     def clear(self) -> None:
         """Forgets everything."""
-        self._of_block = [None] * len(self._of_block)
+        self.of_block = [None] * len(self.of_block)
         self._of_root.clear()
 
     def children(self, node: int) -> list[int]:
@@ -136,11 +129,11 @@ class ChildIndex:
         return [present] if isinstance(present, int) else list(present)
 
     def _get(self, node: int) -> int | _Run | None:
-        return self._of_block[node] if node >= 0 else self._of_root.get(node)
+        return self.of_block[node] if node >= 0 else self._of_root.get(node)
 
     def _set(self, node: int, value: int | _Run | None) -> None:
         if node >= 0:
-            self._of_block[node] = value
+            self.of_block[node] = value
         elif value is None:
             del self._of_root[node]
         else:

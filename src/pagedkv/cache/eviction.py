@@ -11,7 +11,7 @@ them where a loop in one place is faster than a call per block.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Sequence
 
 
@@ -71,37 +71,56 @@ class EvictionPolicy(ABC):
             self.publish(block, parent)
             parent = block
 
-    def pop_many(self, n: int) -> list[tuple[int, float]]:
-        """``pop``, n times."""
-        return [self.pop() for _ in range(n)]
+    def pop_many(self, n: int) -> tuple[list[int], list[float]]:
+        """``pop``, n times: the blocks, and when each became idle."""
+        popped = [self.pop() for _ in range(n)]
+        return [block for block, _ in popped], [since for _, since in popped]
+
+
+class _Run:
+    """Blocks that became idle in one call, in that order; those before ``start`` have left."""
+
+    __slots__ = ("blocks", "since", "start")
+
+    def __init__(self, blocks: Sequence[int], since: float) -> None:
+        self.blocks = blocks
+        self.since = since
+        self.start = 0
 
 
 class LRU(EvictionPolicy):
-    """Least recently used first; O(1) for every call and block.
+    """Least recently used first; O(1) for every block, amortised.
 
-    An ordered map (in CPython a linked list threaded through a hash table) of idle blocks, the one that has been
-    idle longest first. Sequences release their blocks tail first, and whoever holds a block holds all its cached
-    ancestors, so a parent always stands behind its children: the order is leaf first by construction.
+    A queue of runs: the blocks that one release left idle, in its order. Each idle block knows its run. One that
+    became busy again is only forgotten there; its place in the queue is passed over when its turn comes, and swept
+    out when more places are stale than not. Sequences release their blocks tail first, and whoever holds a block
+    holds all its cached ancestors, so a parent always stands behind its children: the order is leaf first by
+    construction.
     """
 
     def __init__(self) -> None:
-        self._since: OrderedDict[int, float] = OrderedDict()
+        self._runs: deque[_Run] = deque()
+        self._run_of: dict[int, _Run] = {}
+        self._num_places = 0  # in all runs, stale ones included
 
     def idle(self, block: int) -> None:
-        self._since[block] = self.now
+        self.idle_many((block,))
 
     def idle_many(self, blocks: Sequence[int]) -> None:
-        since, now = self._since, self.now
-        for block in blocks:  # an OrderedDict's own update is several times slower
-            since[block] = now
+        run = _Run(blocks, self.now)
+        self._runs.append(run)
+        self._run_of.update(dict.fromkeys(blocks, run))
+        self._num_places += len(blocks)
+        if self._num_places > 2 * len(self._run_of) + 1024:
+            self._sweep()
 
     def busy(self, block: int) -> None:
-        del self._since[block]
+        del self._run_of[block]
 
     def busy_many(self, blocks: Sequence[int]) -> None:
-        since = self._since
+        run_of = self._run_of
         for block in blocks:
-            del since[block]
+            del run_of[block]
 
     def publish(self, block: int, parent: int) -> None:
         """Nothing to note: the order needs no history."""
@@ -110,20 +129,52 @@ class LRU(EvictionPolicy):
         """Nothing to note."""
 
     def pop(self) -> tuple[int, float]:
-        return self._since.popitem(last=False)
+        (block,), (since,) = self.pop_many(1)
+        return block, since
 
-    def pop_many(self, n: int) -> list[tuple[int, float]]:
-        popitem = self._since.popitem
-        return [popitem(False) for _ in range(n)]
+    def pop_many(self, n: int) -> tuple[list[int], list[float]]:
+        if n > len(self._run_of):
+            raise KeyError(f"{n} blocks are asked for; {len(self._run_of)} are idle")
+        blocks: list[int] = []
+        since: list[float] = []
+        runs, run_of = self._runs, self._run_of
+        while len(blocks) < n:
+            run = runs[0]
+            places = run.blocks[run.start : run.start + n - len(blocks)]
+            leaving = [block for block in places if run_of.get(block) is run]
+            for block in leaving:
+                del run_of[block]
+            blocks += leaving
+            since += [run.since] * len(leaving)
+            run.start += len(places)
+            self._num_places -= len(places)
+            if run.start == len(run.blocks):
+                runs.popleft()
+        return blocks, since
 
     def clear(self) -> None:
-        self._since.clear()
+        self._runs.clear()
+        self._run_of.clear()
+        self._num_places = 0
 
     def idle_blocks(self) -> list[tuple[int, float]]:
-        return list(self._since.items())
+        run_of = self._run_of
+        return [
+            (block, run.since) for run in self._runs for block in run.blocks[run.start :] if run_of.get(block) is run
+        ]
+
+    def _sweep(self) -> None:
+        kept: deque[_Run] = deque()
+        for run in self._runs:
+            run.blocks = [block for block in run.blocks[run.start :] if self._run_of.get(block) is run]
+            run.start = 0
+            if run.blocks:
+                kept.append(run)
+        self._runs = kept
+        self._num_places = len(self._run_of)
 
     def __len__(self) -> int:
-        return len(self._since)
+        return len(self._run_of)
 
     def __contains__(self, block: object) -> bool:
-        return block in self._since
+        return block in self._run_of

@@ -113,44 +113,54 @@ class BlockIndex:
         The first one's key must be free, so nothing cached continues it; where two digests collide further on, the
         run is cut short before the second. Returns (the first one's parent, blocks added).
         """
-        end = start + len(blocks)
-        keys, chunks = chain.keys[start:end], chain.chunks[start:end]
-        fresh = dict(zip(keys, blocks, strict=True))
-        if len(fresh) < len(blocks) or not self.blocks.keys().isdisjoint(fresh):
-            taken = next(i for i, key in enumerate(keys) if key in self.blocks or key in keys[:i])
-            return self.add(blocks[:taken], node, chain, start)
-        parent = self._open_root(chain.scope) if node is None else node
-        self.blocks.update(fresh)
-        previous, own_keys, own_tokens, own_parents = parent, self.keys, self.tokens, self.parents
-        for block, key, chunk in zip(blocks, keys, chunks, strict=True):
-            own_keys[block] = key
-            own_tokens[block] = chunk
-            own_parents[block] = previous
+        parent = previous = self._open_root(chain.scope) if node is None else node
+        take, keys, tokens, parents = self.blocks.setdefault, self.keys, self.tokens, self.parents
+        child_of = self.children.of_block
+        run = zip(
+            blocks, chain.keys[start : start + len(blocks)], chain.chunks[start : start + len(blocks)], strict=True
+        )
+        for num_added, (block, key, chunk) in enumerate(run):
+            if take(key, block) != block:
+                blocks = blocks[:num_added]
+                break
+            keys[block] = key
+            tokens[block] = chunk
+            parents[block] = previous
+            if num_added:
+                child_of[previous] = block  # its only child: the block before was cached this very moment
             previous = block
+        self.children.add(parent, blocks[0])
         for index in chain.media:
-            if start <= index < end:
+            if start <= index < start + len(blocks):
                 self._media[blocks[index - start]] = chain.media[index]
-        self.children.add_run(parent, blocks)
         return parent, len(blocks)
 
-    def remove(self, block: int) -> bytes:
-        """``block``, which no cached block continues, leaves. Returns its key."""
-        key, node = self.keys[block], self.parents[block]
-        if key is None or self.children.has_any(block):
-            state = "not cached" if key is None else "continued by other cached blocks"
-            raise BlockStateError(f"cannot remove block {block} from the index: it is {state}")
-        self.children.remove(node, block)
-        del self.blocks[key]
-        self.keys[block] = None
-        self.tokens[block] = b""
-        if self._media:
-            self._media.pop(block, None)
-        hits = self.hits.pop(block, 0)
-        if hits and node >= 0:
-            self.hits[node] = self.hits.get(node, 0) + hits
-        if node < 0 and not self.children.has_any(node):
-            del self._roots[self._scopes.pop(node)]
-        return key
+    def remove(self, blocks: Sequence[int]) -> list[bytes]:
+        """``blocks`` leave, in this order; none is continued by a cached block when its turn comes. Returns their keys.
+
+        Raises BlockStateError at the first that is not cached or still continued; those before it have left.
+        """
+        gone: list[bytes] = []
+        by_key, keys, tokens, parents = self.blocks, self.keys, self.tokens, self.parents
+        child_of, hits, media = self.children.of_block, self.hits, self._media
+        for block in blocks:
+            key, node = keys[block], parents[block]
+            if key is None or child_of[block] is not None:
+                state = "not cached" if key is None else "continued by other cached blocks"
+                raise BlockStateError(f"cannot remove block {block} from the index: it is {state}")
+            if node >= 0 and child_of[node] == block:
+                child_of[node] = None
+            elif self.children.remove(node, block) and node < 0:
+                del self._roots[self._scopes.pop(node)]
+            del by_key[key]
+            keys[block] = None
+            tokens[block] = b""
+            gone.append(key)
+            if block in hits:
+                self._move_hits(block, node)
+            if block in media:
+                del media[block]
+        return gone
 
     def clear(self) -> list[int]:
         """Forgets everything. Returns the blocks that were cached."""
@@ -186,6 +196,11 @@ class BlockIndex:
         self._roots[scope] = node
         self._scopes[node] = scope
         return node
+
+    def _move_hits(self, block: int, node: int) -> None:
+        hits = self.hits.pop(block)
+        if node >= 0:
+            self.hits[node] = self.hits.get(node, 0) + hits
 
     def _same_media(self, block: int, chain: KeyChain, index: int) -> int:
         """Tokens of ``block`` before the first placeholder whose media differ from the chain's."""

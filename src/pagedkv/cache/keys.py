@@ -129,8 +129,8 @@ def block_key(parent: bytes, chunk: bytes, media: Sequence[MediaSpan] = ()) -> b
 
 
 def chain_in_python(parent: bytes, data: bytes, width: int) -> tuple[list[bytes], list[bytes]]:
-    """The keys of the blocks of ``width`` bytes in ``data`` that follow the key ``parent``, and those blocks."""
-    chunks = [data[start : start + width] for start in range(0, len(data), width)]
+    """The keys of the full blocks of ``width`` bytes in ``data`` after the key ``parent``, and those blocks."""
+    chunks = [data[start : start + width] for start in range(0, len(data) // width * width, width)]
     # block_key with everything that does not change from block to block taken out of the loop
     before, between = b"P" + len(parent).to_bytes(4, "little"), b"T" + width.to_bytes(4, "little")
     join, digest, keys = b"".join, sha256, []
@@ -182,7 +182,7 @@ class KeyChain:
         if full == 0:
             return
         parent = self.keys[-1] if self.keys else self.root
-        keys, chunks = chain_blocks(parent, data[:full], width)
+        keys, chunks = chain_blocks(parent, data, width)
         if self.media:
             keys, first = [], len(self.keys)
             for index, chunk in enumerate(chunks, first):

@@ -173,12 +173,10 @@ class PrefixCache:
         num = min(blocks_wanted - allocator.num_free, len(self.policy))
         if num <= 0:
             return 0
-        leaving = self.policy.pop_many(num)
-        remove = self.index.remove
-        keys = [remove(block) for block, _ in leaving]
-        self.evictions.add(keys, [since for _, since in leaving], self._clock(), blocks_wanted)
+        blocks, since = self.policy.pop_many(num)
+        self.evictions.add(self.index.remove(blocks), since, self._clock(), blocks_wanted)
         self.stats.evicted_blocks += num
-        return allocator.uncache_many([block for block, _ in leaving])
+        return allocator.uncache_many(blocks)
 
     def clear(self) -> int:
         """Drops every key at once. Returns how many of the blocks are still in use by sequences.
