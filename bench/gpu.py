@@ -41,9 +41,8 @@ from gpu_work import HEAD_DIM, NUM_KV_HEADS, Work
 
 from pagedkv.attention.batch import AttentionBatch
 from pagedkv.attention.dispatch import paged_attention
-from pagedkv.attention.shared_prefix import PrefixGroup
+from pagedkv.attention.shared_prefix import PrefixGroup, SharedPrefixes
 from pagedkv.attention.triton_backend import TritonAttention
-from pagedkv.attention.triton_launch import SharedPrefixes
 
 BLOCK_SIZE = 16
 NOT_IN_CACHE = 400_000_000  # bytes read before the same block is read again, several times an L2 cache

@@ -9,10 +9,9 @@ import torch
 
 from pagedkv.attention.batch import AttentionBatch
 from pagedkv.attention.dispatch import paged_attention, write_kv
-from pagedkv.attention.shared_prefix import PrefixGroup
+from pagedkv.attention.shared_prefix import PrefixGroup, SharedPrefixes
 from pagedkv.attention.triton_backend import TritonAttention
 from pagedkv.attention.triton_copy import copy_blocks
-from pagedkv.attention.triton_launch import SharedPrefixes
 
 POOLS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int8": torch.int8,
          "fp8": torch.float8_e4m3fn}  # fmt: skip

@@ -33,10 +33,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pagedkv.attention.batch import AttentionBatch
-from pagedkv.attention.shared_prefix import PrefixGroup
+from pagedkv.attention.shared_prefix import PrefixGroup, SharedPrefixes
 from pagedkv.attention.tiling import Gpu
 from pagedkv.attention.triton_copy import copy_launch
-from pagedkv.attention.triton_launch import AttentionCall, Launch, PoolArguments, SharedPrefixes, write_launch
+from pagedkv.attention.triton_launch import AttentionCall, Launch, PoolArguments, write_launch
 
 # shared memory that one block may have, in bytes; A100, H200, MI300X
 TARGETS = {

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_case import PagedCase, paged_case
 
-from pagedkv.attention.shared_prefix import PrefixCost, PrefixGroup, find_groups
+from pagedkv.attention.shared_prefix import PrefixCost, PrefixGroup, SharedPrefixes, find_groups
 from pagedkv.attention.triton_backend import TritonAttention
-from pagedkv.attention.triton_launch import SharedPrefixes
 from pagedkv.errors import InvalidRequest
 
 EXACT = 2e-6

@@ -10,6 +10,7 @@ import torch
 from lone_run import make_pool
 
 from pagedkv.attention.batch import AttentionBatch
+from pagedkv.attention.shared_prefix import PrefixGroup, SharedPrefixes
 from pagedkv.cache.pool import KVPool
 from pagedkv.engine.graphs import GraphedModel, decode_sizes
 from pagedkv.errors import InvalidRequest
@@ -104,6 +105,24 @@ def test_replays_give_what_the_model_gives(tiny_model: Callable[..., Path], back
         torch.testing.assert_close(runner.logits(got), model.logits(expected), atol=1e-5, rtol=1e-5)
     assert recorder.replays == len(batches)
     torch.testing.assert_close(recorded.pool.data, plain.pool.data, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+def test_shared_prefixes_are_replayed_too(tiny_model: Callable[..., Path]) -> None:
+    """A recorded step with groups: two that share, one alone, one row of padding; then the next batch without any."""
+    model = load(tiny_model, "triton")
+    plain, recorded = Steps(model, [9, 6, 11]), Steps(model, [9, 6, 11])
+    for steps in (plain, recorded):  # sequence 2 begins with the blocks of sequence 0
+        steps.tables[2][:2] = steps.tables[0][:2]
+    runner = GraphedModel(
+        model, recorded.pool, Recorder(), max_num_seqs=4, block_size=BLOCK, max_model_len=LONGEST, share_prefixes=True
+    )
+    for groups in ([PrefixGroup((2, 0), 2), PrefixGroup((1,), 0)], None):
+        expected = model.forward(*plain.next([0, 1, 2]), plain.pool)
+        ids, batch = recorded.next([0, 1, 2])
+        if groups is not None:
+            batch.plans[SharedPrefixes] = SharedPrefixes.build(groups, BLOCK, "cpu")
+        got = runner.forward(ids, batch, recorded.pool)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_padding_writes_nothing_into_the_pool(model: LanguageModel) -> None:

@@ -1,4 +1,4 @@
-"""Which sequences of a decode batch read the same leading blocks, and whether reading those once pays. Plain integers.
+"""Which sequences of a decode batch read the same leading blocks, and whether reading those once pays.
 
 Tables alone decide: two sequences share a block when their tables name the same one at the same place and at every
 place before it. Each sequence ends in exactly one group; where prefixes nest (a system prompt, then a document) the
@@ -12,6 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
+
+import torch
+
+from pagedkv.errors import InvalidRequest
 
 MAX_LEVELS = 8  # of nested prefixes that the search looks into
 
@@ -47,6 +51,36 @@ class PrefixCost:
         saved = sum(group.blocks_saved for group in groups) * block_size * self.bytes_per_token
         num_seqs = sum(len(group.members) for group in groups)
         return saved > 2 * self.launch_bytes + 2 * num_seqs * num_splits * self.part_bytes_per_seq
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Groups of a decode batch on the device. Put into ``batch.plans[SharedPrefixes]``, every layer uses them.
+
+    group_start int32 [G + 1], members int32 [B], shared_lens int32 [B] (positions), longest: the longest of those
+    """
+
+    group_start: torch.Tensor
+    members: torch.Tensor
+    shared_lens: torch.Tensor
+    longest: int
+
+    @classmethod
+    def build(cls, groups: list[PrefixGroup], block_size: int, device: torch.device | str) -> SharedPrefixes:
+        """From groups that together name each sequence of the batch once; InvalidRequest otherwise."""
+        members = [seq for group in groups for seq in group.members]
+        if sorted(members) != list(range(len(members))):
+            raise InvalidRequest("the groups must name each sequence of the batch once", field="groups")
+        starts, lens = [0], [0] * len(members)
+        for group in groups:
+            starts.append(starts[-1] + len(group.members))
+            for seq in group.members:
+                lens[seq] = group.num_blocks * block_size
+
+        def tensor(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32).to(device)
+
+        return cls(tensor(starts), tensor(members), tensor(lens), longest=max(lens, default=0))
 
 
 def find_groups(tables: Sequence[Sequence[int]], seq_lens: Sequence[int], block_size: int) -> list[PrefixGroup]:

@@ -17,7 +17,7 @@ import torch
 import triton.language as tl
 
 from pagedkv.attention.batch import AttentionBatch
-from pagedkv.attention.shared_prefix import PrefixGroup
+from pagedkv.attention.shared_prefix import SharedPrefixes
 from pagedkv.attention.tiling import (
     Gpu,
     Tiling,
@@ -51,36 +51,6 @@ class Launch:
 
     def run(self) -> None:
         self.kernel[self.grid](**self.arguments, num_warps=self.num_warps, num_stages=self.num_stages)
-
-
-@dataclass(frozen=True)
-class SharedPrefixes:
-    """Groups of a decode batch on the device. Put into ``batch.plans[SharedPrefixes]``, every layer uses them.
-
-    group_start int32 [G + 1], members int32 [B], shared_lens int32 [B] (positions), longest: the longest of those
-    """
-
-    group_start: torch.Tensor
-    members: torch.Tensor
-    shared_lens: torch.Tensor
-    longest: int
-
-    @classmethod
-    def build(cls, groups: list[PrefixGroup], block_size: int, device: torch.device | str) -> SharedPrefixes:
-        """From groups that together name each sequence of the batch once; InvalidRequest otherwise."""
-        members = [seq for group in groups for seq in group.members]
-        if sorted(members) != list(range(len(members))):
-            raise InvalidRequest("the groups must name each sequence of the batch once", field="groups")
-        starts, lens = [0], [0] * len(members)
-        for group in groups:
-            starts.append(starts[-1] + len(group.members))
-            for seq in group.members:
-                lens[seq] = group.num_blocks * block_size
-
-        def tensor(values: list[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32).to(device)
-
-        return cls(tensor(starts), tensor(members), tensor(lens), longest=max(lens, default=0))
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@
 ``GraphedModel`` is a model to whoever calls it. A step of one token per sequence is padded to the next recorded batch
 size and replayed; every other step (prefill, mixed, too many sequences) goes to the model as it is.
 
-    persistent, made once     token_ids, positions, slot_mapping, seq_lens, block_table   for the largest size
+    persistent, made once     token_ids, positions, slot_mapping, seq_lens, block_table, the groups of a shared prefix
     per step, in place        rows [0, n) from the batch; rows [n, size) become padding
-    per recorded size         views of the first ``size`` rows, the recorded pass, the memory of its output
+    per recorded size         views of the first ``size`` rows, the recorded pass, the memory of its output;
+                              twice if prefixes are shared, for steps with and without groups
 
 A padding row has length 0, attends to nothing and writes nothing (slot -1). Graphs are planned for sequences of
 ``max_model_len``; the kernels take every length from the device, so a replay is right for any. Nothing here waits for
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.attention.batch import AttentionBatch
+from pagedkv.attention.shared_prefix import SharedPrefixes
 from pagedkv.engine.runner import Model, Pool
 from pagedkv.errors import InvalidRequest
 
@@ -73,12 +75,21 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 class GraphedModel:
     """``model`` over ``kv``, its decode steps recorded for every size of ``decode_sizes(max_num_seqs)``.
 
-    block_size, max_model_len: of the pool and the engine; no batch may hold a longer sequence.
+    block_size, max_model_len: of the pool and the engine; no batch may hold a longer sequence. share_prefixes: record
+    steps whose batch has ``SharedPrefixes`` too; otherwise those go to the model as they are.
     Recording runs the model on padding rows, so it writes nothing into the pool.
     """
 
     def __init__(
-        self, model: Model, kv: Pool, recorder: GraphRecorder, *, max_num_seqs: int, block_size: int, max_model_len: int
+        self,
+        model: Model,
+        kv: Pool,
+        recorder: GraphRecorder,
+        *,
+        max_num_seqs: int,
+        block_size: int,
+        max_model_len: int,
+        share_prefixes: bool = False,
     ) -> None:
         if max_num_seqs < 1:
             raise InvalidRequest(f"max_num_seqs is {max_num_seqs}; at least 1 is needed", field="max_num_seqs")
@@ -92,36 +103,37 @@ class GraphedModel:
         self._seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         self._block_table = torch.zeros((rows, width), dtype=torch.int32, device=device)
         self._query_start = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self._recorded: dict[int, _Recorded] = {}
-        for size in reversed(decode_sizes(max_num_seqs)):  # the largest first, so that the others fit into its memory
-            batch, token_ids = self._views(size), self._token_ids[:size]
-            run = _Pass(model, token_ids, batch, kv)
-            self._recorded[size] = _Recorded(*recorder.record(run))
+        self._group_start = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._members = torch.arange(rows, dtype=torch.int32, device=device)
+        self._shared_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.sizes = decode_sizes(max_num_seqs)
+        self._recorded: dict[tuple[int, bool], _Recorded] = {}
+        for size in reversed(self.sizes):  # the largest first, so that the others fit into its memory
+            for shared in (False, True) if share_prefixes else (False,):
+                run = _Pass(model, self._token_ids[:size], self._views(size, shared), kv)
+                self._recorded[size, shared] = _Recorded(*recorder.record(run))
 
     @property
     def device(self) -> torch.device:
         return self._model.device
 
-    @property
-    def sizes(self) -> list[int]:
-        """Batch sizes that are recorded, rising."""
-        return sorted(self._recorded)
-
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: Pool) -> Tensor:
         """Hidden states [T, hidden], as the model's own ``forward`` gives them."""
         num_seqs = batch.num_seqs
-        decode = batch.max_query_len == 1 and batch.num_tokens == num_seqs and not batch.plans
-        if not decode or kv is not self._kv or not 0 < num_seqs <= self.sizes[-1]:
+        size = next((size for size in self.sizes if size >= num_seqs), 0)
+        recorded = self._recorded.get((size, SharedPrefixes in batch.plans))
+        decode = batch.max_query_len == 1 and batch.num_tokens == num_seqs > 0
+        if recorded is None or not decode or kv is not self._kv:
             return self._model.forward(token_ids, batch, kv)
         if batch.max_seq_len > self._max_model_len:
             raise InvalidRequest(
                 f"a sequence of {batch.max_seq_len} tokens; decode was recorded for at most {self._max_model_len}",
                 field="max_model_len",
             )
-        size = next(size for size in self.sizes if size >= num_seqs)
         self._fill(token_ids, batch, size)
-        recorded = self._recorded[size]
+        if SharedPrefixes in batch.plans:
+            self._fill_groups(batch.plans[SharedPrefixes], num_seqs, size)
         recorded.replay()
         return recorded.output[:num_seqs]
 
@@ -129,8 +141,8 @@ class GraphedModel:
         """As the model's own."""
         return self._model.logits(hidden)
 
-    def _views(self, size: int) -> AttentionBatch:
-        return AttentionBatch(
+    def _views(self, size: int, shared: bool) -> AttentionBatch:
+        views = AttentionBatch(
             query_start=self._query_start[: size + 1],
             seq_lens=self._seq_lens[:size],
             block_table=self._block_table[:size],
@@ -140,6 +152,11 @@ class GraphedModel:
             max_query_len=1,
             max_seq_len=self._max_model_len,
         )
+        if shared:
+            views.plans[SharedPrefixes] = SharedPrefixes(
+                self._group_start[: size + 1], self._members[:size], self._shared_lens[:size], self._max_model_len
+            )
+        return views
 
     def _fill(self, token_ids: Tensor, batch: AttentionBatch, size: int) -> None:
         """Rows of the batch, then padding up to ``size``. Behind a table's used part an older step's ids may stand."""
@@ -154,6 +171,21 @@ class GraphedModel:
             self._positions[num_seqs:size].zero_()
             self._slot_mapping[num_seqs:size].fill_(-1)
             self._seq_lens[num_seqs:size].zero_()
+
+    def _fill_groups(self, prefixes: SharedPrefixes, num_seqs: int, size: int) -> None:
+        """The groups of the batch, then a group without members in each place that is left, then padding rows alone.
+
+        There are as many places as rows. A padding row is a group of one that shares nothing, so that it has parts to
+        merge, if empty ones.
+        """
+        num_groups = prefixes.group_start.shape[0] - 1
+        self._group_start[: num_groups + 1].copy_(prefixes.group_start, non_blocking=True)
+        self._group_start[num_groups + 1 : num_seqs + 1].fill_(num_seqs)
+        self._group_start[num_seqs + 1 : size + 1].copy_(self._query_start[num_seqs + 1 : size + 1])
+        self._members[:num_seqs].copy_(prefixes.members, non_blocking=True)
+        self._members[num_seqs:size].copy_(self._query_start[num_seqs:size])
+        self._shared_lens[:num_seqs].copy_(prefixes.shared_lens, non_blocking=True)
+        self._shared_lens[num_seqs:size].zero_()
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from pagedkv.cache.manager import BlockCopy, KVCacheManager
 from pagedkv.engine.batch import BatchBuilder
 from pagedkv.engine.plan import Chunk, StepPlan
 from pagedkv.engine.request import Sequence
+from pagedkv.engine.sharing import PrefixSharing
 
 LOGIT_ROWS = 128  # rows of a prompt whose logits exist at a time (128 x 50,000 float32 are 26 MB)
 
@@ -75,6 +76,7 @@ class ModelRunner:
         pool: Pool,
         manager: KVCacheManager,
         max_num_seqs: int,
+        sharing: PrefixSharing | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
@@ -82,6 +84,7 @@ class ModelRunner:
         self.builder = BatchBuilder(manager, max_num_seqs, model.device)
         self.build_seconds = 0.0
         self.forward_seconds = 0.0
+        self._sharing = sharing
         self._clock = clock
 
     def release(self, sequences: Iterable[Sequence]) -> None:
@@ -95,6 +98,8 @@ class ModelRunner:
         if copies:
             self.pool.copy_blocks(copies)
         batch = self.builder.build(plan)
+        if self._sharing is not None:
+            self._sharing.add(plan, batch.attention)
         built = self._clock()
         hidden = self.model.forward(batch.token_ids, batch.attention, self.pool)
         self.build_seconds += built - begin
