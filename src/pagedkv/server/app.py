@@ -1,7 +1,7 @@
 """The application: routes, the layers around them, and who is let through.
 
-A request passes, outermost first: CORS (a preflight carries no key) -> request id -> key -> body limit -> the
-count of active requests and the access log -> the route.
+A request passes, outermost first: the path prefix -> CORS (a preflight carries no key) -> request id -> key ->
+body limit -> the count of active requests and the access log -> the route.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import pagedkv
 from pagedkv.async_llm import AsyncLLM
@@ -57,6 +58,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
                 allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
             ),
         )
+    layers.insert(0, Middleware(BehindPrefix, prefix=config.root_path))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -68,7 +70,6 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     app = FastAPI(
         title="pagedkv",
         version=pagedkv.__version__,
-        root_path=config.root_path,
         middleware=layers,
         lifespan=lifespan,
         responses=errors.DOCUMENTED,
@@ -89,6 +90,23 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     for part in (completions, chat, admin, metrics, cache_map):
         app.include_router(part.router)
     return app
+
+
+class BehindPrefix:
+    """ASGI middleware: tells the layers inside which prefix a proxy puts before every path.
+
+    Routes are found whether the proxy takes the prefix off or leaves it. (uvicorn's own option knows the first way
+    only, and FastAPI's is deprecated.)
+    """
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self.app = app
+        self.prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.prefix:
+            scope["root_path"] = self.prefix
+        await self.app(scope, receive, send)
 
 
 def documented(app: FastAPI) -> dict[str, Any]:

@@ -31,6 +31,10 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise InvalidRequest(f"port: {self.port} is not between 0 and 65535", field="port")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise InvalidRequest(
+                f"root_path: {self.root_path!r} must begin with / and not end with it, as in /llm", field="root_path"
+            )
         if self.max_body_bytes < 1024:
             raise InvalidRequest(
                 f"max_body_bytes: {self.max_body_bytes} is below the least useful limit of 1024", field="max_body_bytes"
