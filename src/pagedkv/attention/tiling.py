@@ -65,6 +65,7 @@ def decode_tiling(gpu: Gpu, group: int, head_dim: int, compute_bytes: int, quant
         return Tiling(rows=1, tile=32 if wide <= 256 else 16, num_warps=4, num_stages=2)
     rows = max(16, next_power_of_two(group))
     tile = 64 if wide <= 256 and rows <= 64 and not (gpu.amd and quantised) else 32 if wide <= 512 else 16
+    tile = max(16, tile // 2) if compute_bytes == 4 and rows > 16 else tile
     warps = 8 if wide > 512 and not gpu.amd else 4
     return Tiling(rows, tile, warps, num_stages=2 if gpu.amd else 5 if wide <= 256 else 3)
 
@@ -94,7 +95,8 @@ def shared_tiling(gpu: Gpu, group: int, head_dim: int, compute_bytes: int, quant
     """Tile for the heads of up to ``num_seqs`` sequences that share a prefix: prefill's, of 64 rows where it fits."""
     tiling = prefill_tiling(gpu, group, head_dim, compute_bytes, quantised, num_seqs)
     rows = max(min(tiling.rows, 64), next_power_of_two(group))
-    return Tiling(rows, tiling.tile, tiling.num_warps, tiling.num_stages)
+    tile = 16 if quantised and padded(head_dim) * compute_bytes > 256 else tiling.tile
+    return Tiling(rows, tile, tiling.num_warps, tiling.num_stages)
 
 
 def num_splits(num_programs: int, span: int, tile: int, num_multiprocessors: int) -> int:
