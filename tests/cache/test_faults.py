@@ -168,6 +168,52 @@ def test_b08_a_reserve_that_fails_after_attach_leaks_nothing() -> None:
     assert len(bench.manager.tables["large"]) == 10
 
 
+def serve_in(bench: Bench, prompt: list[int], scope: KeyScope) -> int:
+    """The whole life of a request in a scope; returns the tokens reused."""
+    cached = bench.cache.attach("request", prompt, scope=scope)
+    new = len(prompt) - cached
+    bench.cache.evict(bench.manager.blocks_to_reserve("request", new))
+    bench.manager.reserve("request", new)
+    bench.manager.advance("request", new)
+    bench.cache.remember("request", prompt)
+    bench.manager.free("request")
+    bench.manager.check()
+    return cached
+
+
+def test_b13_an_adapter_is_its_content_and_scale() -> None:
+    bench = Bench(256)
+    prompt = list(range(64))
+    base = KeyScope(model="m")
+    a, b = KeyScope(model="m", adapter="sha256:aa x1"), KeyScope(model="m", adapter="sha256:bb x1")
+    a_half, a_reloaded = KeyScope(model="m", adapter="sha256:aa x0.5"), KeyScope(model="m", adapter="sha256:cc x1")
+    assert [serve_in(bench, prompt, scope) for scope in (base, a, b, a_half, a_reloaded)] == [0] * 5
+    assert [serve_in(bench, prompt, scope) for scope in (base, a, b, a_half, a_reloaded)] == [63] * 5
+
+
+def test_b16_a_reset_empties_the_cache_although_a_request_runs() -> None:
+    bench = Bench(16)
+    prompt = list(range(12))
+    bench.serve("running", prompt)
+    assert bench.cache.clear() == 3  # blocks that stay until their sequence ends
+    bench.write("running", [1, 2, 3, 4])
+    assert bench.cache.remember("running", bench.texts["running"]) == 0  # KV of the old weights is not published
+    assert bench.serve("new", prompt) == 0
+    bench.free("running")
+    assert bench.cache.match(prompt).num_cached_tokens == 11
+    bench.free("new")
+    bench.balanced()
+
+
+@pytest.mark.parametrize("part", ["model", "rope", "dtype", "kv_dtype"])
+def test_b17_another_revision_rotation_or_format_never_hits(part: str) -> None:
+    bench = Bench(64)
+    prompt = list(range(32))
+    one, other = KeyScope(**{part: "one"}), KeyScope(**{part: "other"})
+    assert [serve_in(bench, prompt, scope) for scope in (one, other, one, other)] == [0, 0, 31, 31]
+    assert one.root(4) != one.root(8)  # nor does another block size
+
+
 def test_b18_a_reused_block_loses_its_old_entry() -> None:
     bench = Bench(8)
     x, y = list(range(12)), list(range(100, 132))
