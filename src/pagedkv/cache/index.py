@@ -11,7 +11,7 @@ Cost:   O(1) per block. Per cached block one key (32 bytes), its encoded tokens 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 from pagedkv.cache.children import ChildIndex
 from pagedkv.cache.keys import KeyChain, KeyScope, MediaSpan, block_key
@@ -114,21 +114,16 @@ class BlockIndex:
         run is cut short before the second. Returns (the first one's parent, blocks added).
         """
         parent = previous = self._open_root(chain.scope) if node is None else node
-        take, keys, tokens, parents = self.blocks.setdefault, self.keys, self.tokens, self.parents
-        child_of = self.children.of_block
-        run = zip(
-            blocks, chain.keys[start : start + len(blocks)], chain.chunks[start : start + len(blocks)], strict=True
-        )
-        for num_added, (block, key, chunk) in enumerate(run):
-            if take(key, block) != block:
-                blocks = blocks[:num_added]
-                break
+        run_keys, chunks = chain.keys[start : start + len(blocks)], chain.chunks[start : start + len(blocks)]
+        blocks = blocks[: self._take(run_keys, blocks)]
+        keys, tokens, parents, child_of = self.keys, self.tokens, self.parents, self.children.of_block
+        for block, key, chunk in zip(blocks, run_keys, chunks, strict=False):
             keys[block] = key
             tokens[block] = chunk
             parents[block] = previous
-            if num_added:
-                child_of[previous] = block  # its only child: the block before was cached this very moment
             previous = block
+        for block, child in pairwise(blocks):
+            child_of[block] = child  # its only one: it was cached this very moment
         self.children.add(parent, blocks[0])
         for index in chain.media:
             if start <= index < start + len(blocks):
@@ -190,6 +185,20 @@ class BlockIndex:
         continued = {child: node for node in nodes for child in self.children.children(node)}
         if continued != {block: self.parents[block] for block in self.blocks.values()}:
             raise BlockStateError("children and parents disagree")
+
+    def _take(self, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
+        """Gives each block its key, up to the first key that is taken already; returns how many got theirs."""
+        own, before = self.blocks, len(self.blocks)
+        if own.keys().isdisjoint(keys):
+            own.update(zip(keys, blocks, strict=True))
+            if len(own) == before + len(keys):
+                return len(keys)
+            for key in keys:  # two of them are equal: back, and one by one
+                own.pop(key, None)
+        for num_taken, (key, block) in enumerate(zip(keys, blocks, strict=True)):
+            if own.setdefault(key, block) != block:
+                return num_taken
+        return len(keys)
 
     def _open_root(self, scope: KeyScope) -> int:
         node, self._next_root = self._next_root, self._next_root - 1
