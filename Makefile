@@ -44,7 +44,11 @@ test: lint
 	$(BIN)/python -m pytest -q
 
 bench: setup
-	$(BIN)/python bench/quick.py
+	$(BIN)/pagedkv bench cache
+	$(BIN)/python bench/prefix.py
+	$(BIN)/python bench/engine_step.py
+	$(BIN)/python bench/sampler.py
+	$(BIN)/python bench/product.py --rounds 3
 
 docs: setup
 	$(BIN)/pagedkv plot utilisation --out docs/images
