@@ -91,15 +91,11 @@ class Resources:
 
 
 QUICK = [
-    Variant("decode"),
-    Variant("decode", splits=4),
     Variant("decode", group=1, sinks=True),
     Variant("decode", pool="fp8", head_dim=96, window=1024),
     Variant("prefill"),
-    Variant("prefill", head_dim=80, q="fp16", pool="int8", group=7, softcap=30.0),
-    Variant("prefill", head_dim=256, window=1024, sinks=True),
-    Variant("shared"),
-    Variant("write"),
+    Variant("prefill", q="fp16", pool="int8", head_dim=80, group=7, softcap=30.0),
+    Variant("shared"),  # decode with parts and the merge come with it
     Variant("write", pool="fp8"),
     Variant("copy"),
 ]
@@ -125,6 +121,11 @@ def all_variants() -> Iterator[Variant]:
             yield Variant(path, q, q, head_dim, softcap=30.0, sinks=True)
             yield Variant(path, q, q, head_dim, splits=8, sinks=True)
         yield Variant(path, q, q, group=32)
+    yield from (
+        Variant("decode", splits=4),
+        Variant("write"),
+        Variant("prefill", head_dim=256, window=1024, sinks=True),
+    )
     for query_len in (2, 8, 16):
         yield Variant("prefill", query_len=query_len)
     for (q, pool), head_dim in itertools.product(formats, (64, 128, 256)):

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.timeout(300)
 def test_the_gpu_benchmark_runs_on_a_cpu(repository: Path, tmp_path: Path) -> None:
     report = tmp_path / "gpu.json"
     command = [sys.executable, repository / "bench/gpu.py", "--interpret", "--json", report]
