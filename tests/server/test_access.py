@@ -113,3 +113,24 @@ def test_b16_reset_empties_the_cache_and_counts_what_is_in_use(live: Live) -> No
     assert live.post("/reset_prefix_cache").json() == {"success": True, "blocks_in_use": 0}
     again = live.complete("To be forgotten soon, all of it.")
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("application/x-www-form-urlencoded", "Content-Type: application/json, not application/x-www-form-urlencoded"),
+        (None, "Content-Type: application/json, which is missing"),
+        ("application/json", None),
+        ("application/json; charset=utf-8", None),
+    ],
+)
+def test_a_body_of_another_kind_is_told_which_header_it_lacks(live: Live, kind: str | None, said: str | None) -> None:
+    headers = {} if kind is None else {"Content-Type": kind}
+    response = live.http.post("/v1/completions", content=b'{"prompt": "x", "max_tokens": 1}', headers=headers)
+    if said is None:
+        assert response.status_code == 200
+    else:
+        assert response.status_code == 400
+        assert said in response.json()["error"]["message"]
+    empty = live.http.post("/v1/completions", content=b"", headers=headers)
+    assert (empty.status_code, empty.json()["error"]["type"]) == (400, "invalid_request_error")
