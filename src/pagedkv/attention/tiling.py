@@ -62,7 +62,8 @@ def decode_tiling(gpu: Gpu, group: int, head_dim: int, compute_bytes: int, quant
     """
     wide = padded(head_dim) * compute_bytes
     if group == 1:
-        return Tiling(rows=1, tile=32 if wide <= 256 else 16, num_warps=4, num_stages=2)
+        tile = (32 if wide <= 256 else 16) // (2 if gpu.amd and quantised else 1)
+        return Tiling(rows=1, tile=tile, num_warps=4, num_stages=2)
     rows = max(16, next_power_of_two(group))
     tile = 64 if wide <= 256 and rows <= 64 and not (gpu.amd and quantised) else 32 if wide <= 512 else 16
     tile = max(16, tile // 2) if compute_bytes == 4 and rows > 16 else tile
