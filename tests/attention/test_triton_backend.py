@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import pytest
 import torch
 from paged_case import paged_case
@@ -27,8 +30,16 @@ H200 = Gpu(num_multiprocessors=132, capability=90)
 
 def test_without_a_gpu_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backend, "interpreted", lambda: False)
-    with pytest.raises(BackendUnavailable, match="needs a GPU; these tensors are on cpu"):
+    with pytest.raises(BackendUnavailable, match="needs a GPU, and the device here is cpu"):
         TritonAttention("cpu")
+
+
+def test_without_triton_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("pagedkv.attention.triton_")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(BackendUnavailable, match="needs the package triton"):
+        importlib.import_module("pagedkv.attention.triton_backend")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -43,7 +43,7 @@ class TritonAttention:
             raise BackendUnavailable("attention backend 'triton' needs a GPU, and torch finds none on this machine")
         if device.type != "cuda" and not interpreted():
             raise BackendUnavailable(
-                f"attention backend 'triton' needs a GPU; these tensors are on {device.type}. (Its kernels can be "
+                f"attention backend 'triton' needs a GPU, and the device here is {device.type}. (Its kernels can be "
                 "tried without one in Triton's interpreter: set TRITON_INTERPRET=1, which is slow)"
             )
         self._gpu = _gpu(device)
