@@ -7,20 +7,18 @@ from dataclasses import dataclass
 import torch
 
 from pagedkv.attention.backend import choose
-from pagedkv.attention.shared_prefix import PrefixCost
 from pagedkv.cache.keys import KeyScope
 from pagedkv.cache.manager import KVCacheManager
 from pagedkv.cache.pool import KVPool
 from pagedkv.cache.prefix import PrefixCache
 from pagedkv.config import EngineConfig
 from pagedkv.engine.engine import Engine
-from pagedkv.engine.graphs import CudaRecorder, GraphedModel
+from pagedkv.engine.gpu import gpu_runner
 from pagedkv.engine.intake import Intake, Limits
-from pagedkv.engine.runner import Model, ModelRunner
+from pagedkv.engine.runner import ModelRunner
 from pagedkv.engine.sampler import Sampler
 from pagedkv.engine.sampling import Sampling
 from pagedkv.engine.scheduler import Scheduler
-from pagedkv.engine.sharing import PrefixSharing
 from pagedkv.engine.sizing import PoolPlan, cpu_memory, gpu_memory, plan_pool
 from pagedkv.engine.turns import ChatTurns
 from pagedkv.model.config import ModelConfig
@@ -102,26 +100,14 @@ def assemble(config: EngineConfig, loaded: LoadedModel) -> Built:
         max_num_seqs=config.scheduler.max_num_seqs,
     )
     sampler = Sampler(model.vocab_size, num_decodable=intake.num_decodable, token_text=loaded.tokenizer.token_text)
-    runs: Model = loaded.model
-    sharing = None
-    if choose(config.attention_backend, device).name == "triton" and device.type == "cuda":
-        part_bytes = 4 * model.num_heads * (model.head_dim + 1)
-        token_bytes = block_bytes // (model.num_layers * config.cache.block_size)
-        sharing = PrefixSharing(manager, PrefixCost(token_bytes, part_bytes), device)
-        if not config.enforce_eager:
-            runs = GraphedModel(
-                loaded.model,
-                pool,
-                CudaRecorder(device),
-                max_num_seqs=config.scheduler.max_num_seqs,
-                block_size=config.cache.block_size,
-                max_model_len=plan.max_model_len,
-                share_prefixes=True,
-            )
+    if device.type == "cuda" and choose(config.attention_backend, device).name == "triton":
+        runner = gpu_runner(config, loaded.model, model, pool, manager, plan.max_model_len)
+    else:
+        runner = ModelRunner(loaded.model, pool, manager, config.scheduler.max_num_seqs)
     engine = Engine(
         intake,
         Scheduler(config.scheduler, manager, prefix),
-        ModelRunner(runs, pool, manager, config.scheduler.max_num_seqs, sharing),
+        runner,
         Sampling(sampler, intake.voice),
         turns=ChatTurns(loaded.tokenizer),
         exact=loaded.model.exact,
