@@ -55,9 +55,12 @@ def pressure(loaded: LoadedModel, lone: int) -> dict[str, object]:
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
     whole = sum(-(-(length + NEW) // BLOCK) for length in lengths)
     found = {}
+    cpu: dict[str, float] = {}
     for name, blocks in (("all", whole), ("quarter", whole // 4)):
+        spent = time.process_time()
         tokens, seconds, stats = run(llm_with(loaded, blocks, max_num_seqs=64), prompts, params)
         found[name] = (tokens, seconds, stats, blocks)
+        cpu[name] = round(time.process_time() - spent, 2)
     assert found["all"][0] == found["quarter"][0], "the small pool changed an answer"
     for i in range(0, 64, max(1, 64 // lone)) if lone else ():
         alone, _, _ = run(llm_with(loaded, 64, enable_prefix_caching=False), [prompts[i]], params)
@@ -71,6 +74,7 @@ def pressure(loaded: LoadedModel, lone: int) -> dict[str, object]:
         "blocks": {name: value[3] for name, value in found.items()},
         "output_tokens_per_second": {name: round(value, 1) for name, value in rate.items()},
         "ratio": round(rate["quarter"] / rate["all"], 3),
+        "cpu_seconds": cpu,
         "preemptions": stats.num_preemptions,
         "recomputed_tokens": stats.recomputed_tokens,
         "tokens_equal": True,
