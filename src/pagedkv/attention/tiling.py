@@ -84,7 +84,7 @@ def prefill_tiling(
         most, tile = (32, 32) if wide <= 256 else (16, 32) if wide <= 512 else (16, 16)
     else:
         roomy = gpu.capability >= 90 and not quantised
-        most, tile = (128, 64 if roomy else 32) if wide <= 256 else (64, 32)
+        most, tile = (128, 64 if roomy else 32) if wide <= 256 else (64, 16 if gpu.amd else 32)
     least = max(16, next_power_of_two(group))
     rows = min(max(next_power_of_two(max(1, max_query_len) * group), least), max(most, least))
     crowded = rows >= 128 or rows * wide > 64 * 256 or (compute_bytes == 4 and rows * wide > 16 * 512)
