@@ -12,7 +12,9 @@
 namespace pagedkv {
 namespace {
 
-constexpr int64_t kPrivateRows = 8;  // up to here every thread norms the rows for itself, which saves a barrier
+constexpr int64_t kPrivateRows = 8;  // up to here every thread norms the rows for itself, which saves a stage
+constexpr int64_t kRowStep = 8;      // rows that a thread takes at a time where rows are the items
+constexpr int64_t kStagesOfLayer = 9;
 
 void require(bool holds, const std::string& message) {
   if (!holds) throw std::invalid_argument(message);
@@ -82,9 +84,10 @@ void Decoder::forward(const DecoderStep& step, const LayerPools& pools, int thre
   prepare(step.num_tokens, threads);
 #pragma omp parallel num_threads(threads)
   {
-    const int rank = omp_get_thread_num();
-    char* own = scratch_.data() + rank * scratch_.stride;
-    run(step, pools, {rank, omp_get_num_threads(), own, own + private_bytes()});
+    char* own = scratch_.data() + omp_get_thread_num() * scratch_.stride;
+    const int64_t rows = private_bytes(), attention = rows + attention_bytes();
+    Worker worker{threads, 0, own, own + rows, {reinterpret_cast<float*>(own + attention)}};
+    run(step, pools, worker);
   }
 }
 
@@ -123,95 +126,121 @@ void Decoder::prepare(int64_t tokens, int threads) {
   for (const DecoderLayer& layer : layers_)
     for (const SharedWeight& packed : {layer.qkv, layer.o, layer.gate_up, layer.down})
       sums = std::max(sums, scratch_bytes(packed->weight()));
-  size_buffer(scratch_, threads, private_bytes() + static_cast<int64_t>(sums), 1);
+  size_buffer(scratch_, threads, private_bytes() + attention_bytes() + static_cast<int64_t>(sums), 1);
+  stages_.reset(static_cast<int64_t>(layers_.size()) * kStagesOfLayer + 2);
 }
 
 int64_t Decoder::private_bytes() const { return kPrivateRows * normed_.stride * (shape_.bf16 ? 2 : 4); }
 
-void Decoder::run(const DecoderStep& step, const LayerPools& pools, const Team& team) {
+int64_t Decoder::attention_bytes() const {
+  return (attention_scratch_bytes(shape_.head_dim, shape_.num_heads / shape_.num_kv_heads) + 63) / 64 * 64;
+}
+
+void Decoder::run(const DecoderStep& step, const LayerPools& pools, Worker& worker) {
   const int64_t tokens = step.num_tokens;
-  const int64_t first = tokens * team.rank / team.size, last = tokens * (team.rank + 1) / team.size;
   float* residual = reinterpret_cast<float*>(residual_.data());
-  for (int64_t t = first; t < last; ++t)
-    read_column(embedding_->weight(), step.token_ids[t], residual + t * residual_.stride);
-#pragma omp barrier
+  stages_.run(worker.stage++, tokens, kRowStep, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t)
+      read_column(embedding_->weight(), step.token_ids[t], residual + t * residual_.stride);
+  });
   const auto into_residual = [&](const Buffer& from, const PackedWeight& packed, const Vector& bias) {
-    product({from.data(), from.stride, tokens, packed.weight(),
-             {TailKind::add, or_null(bias), residual, residual_.stride, shape_.hidden, false}},
-            team);
+    const Tail tail{TailKind::add, or_null(bias), residual, residual_.stride, shape_.hidden, false};
+    product({from.data(), from.stride, tokens, packed.weight(), tail}, nullptr, worker);
   };
   for (size_t index = 0; index < layers_.size(); ++index) {
     const DecoderLayer& layer = layers_[index];
-    attend(step, pools, index, team);
+    project(step, pools, index, worker);
+    attend(pools, index, worker);
     into_residual(context_, *layer.o, layer.o_bias);
     Product gate_up;
+    gate_up.rows = tokens;
     gate_up.weight = layer.gate_up->weight();
     gate_up.tail = {TailKind::silu_mul, or_null(layer.gate_up_bias), gated_.data(), gated_.stride, shape_.intermediate,
                     shape_.bf16};
-    normed_product(layer.post_norm, gate_up, tokens, team);
+    product(gate_up, &layer.post_norm, worker);
     into_residual(gated_, *layer.down, layer.down_bias);
   }
-  for (int64_t t = first; t < last; ++t)
-    elementwise_kernels().rms_norm(residual + t * residual_.stride, final_norm_.data(), shape_.eps, shape_.hidden,
-                                   static_cast<char*>(step.hidden) + t * shape_.hidden * (shape_.bf16 ? 2 : 4),
-                                   shape_.bf16);
+  const int64_t row_bytes = shape_.hidden * (shape_.bf16 ? 2 : 4);
+  stages_.run(worker.stage++, tokens, kRowStep, [&](int64_t first, int64_t last) {
+    norm_rows(final_norm_, first, last, static_cast<char*>(step.hidden) + first * row_bytes, row_bytes);
+  });
 }
 
-void Decoder::attend(const DecoderStep& step, const LayerPools& pools, size_t index, const Team& team) {
+// q, k and v of the normed rows; q and k turned; k and v into the pool.
+void Decoder::project(const DecoderStep& step, const LayerPools& pools, size_t index, Worker& worker) {
   const DecoderLayer& layer = layers_[index];
   const int64_t tokens = step.num_tokens, width = shape_.head_dim;
   float* qkv = reinterpret_cast<float*>(qkv_.data());
-  Product product;
-  product.weight = layer.qkv->weight();
-  product.tail = {TailKind::store, or_null(layer.qkv_bias), qkv, qkv_.stride, shape_.qkv_width(), false};
-  normed_product(layer.input_norm, product, tokens, team);
+  Product all;
+  all.rows = tokens;
+  all.weight = layer.qkv->weight();
+  all.tail = {TailKind::store, or_null(layer.qkv_bias), qkv, qkv_.stride, shape_.qkv_width(), false};
+  product(all, &layer.input_norm, worker);
 
   const int64_t k_at = shape_.heads_width(), v_at = k_at + shape_.num_kv_heads * width;
   const WriteArgs write{{qkv + k_at, DType::f32, qkv_.stride, width}, {qkv + v_at, DType::f32, qkv_.stride, width},
                         pools.k[index], pools.v[index], pools.dtype, step.slot_mapping, tokens,
                         pools.num_blocks * pools.block_size, pools.block_size, shape_.num_kv_heads, shape_.head_dim};
-  const int64_t first = tokens * team.rank / team.size, last = tokens * (team.rank + 1) / team.size;
   const auto rotate = elementwise_kernels().rotate;
-  for (int64_t t = first; t < last; ++t) {
-    const int64_t row = step.positions[t] * (width / 2);
-    float* heads = qkv + t * qkv_.stride;
-    const float *cos = step.cos + row, *sin = step.sin + row;
-    rotate(heads, {cos, sin, or_null(layer.q_norm), shape_.eps, shape_.num_heads, shape_.head_dim});
-    rotate(heads + k_at, {cos, sin, or_null(layer.k_norm), shape_.eps, shape_.num_kv_heads, shape_.head_dim});
-    write_kv_rows(write, t, t + 1);
-  }
-#pragma omp barrier
-  const auto window = std::find(windows_.begin(), windows_.end(), layer.window) - windows_.begin();
-  const AttentionArgs args{{qkv, DType::f32, qkv_.stride, width},
-                           {context_.data(), shape_.bf16 ? DType::bf16 : DType::f32, context_.stride, width},
+  stages_.run(worker.stage++, tokens, kRowStep, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t) {
+      const int64_t row = step.positions[t] * (width / 2);
+      const float *cos = step.cos + row, *sin = step.sin + row;
+      float* heads = qkv + t * qkv_.stride;
+      rotate(heads, {cos, sin, or_null(layer.q_norm), shape_.eps, shape_.num_heads, shape_.head_dim});
+      rotate(heads + k_at, {cos, sin, or_null(layer.k_norm), shape_.eps, shape_.num_kv_heads, shape_.head_dim});
+    }
+    write_kv_rows(write, first, last);
+  });
+}
+
+void Decoder::attend(const LayerPools& pools, size_t index, Worker& worker) {
+  const auto window = std::find(windows_.begin(), windows_.end(), layers_[index].window) - windows_.begin();
+  const AttentionPlan& plan = plans_[static_cast<size_t>(window)];
+  const AttentionArgs args{{qkv_.data(), DType::f32, qkv_.stride, shape_.head_dim},
+                           {context_.data(), shape_.bf16 ? DType::bf16 : DType::f32, context_.stride, shape_.head_dim},
                            pools.k[index], pools.v[index], pools.dtype,
-                           1.0f / std::sqrt(static_cast<float>(width)), 0.0f, nullptr};
-  attention_team(plans_[static_cast<size_t>(window)], args);
+                           1.0f / std::sqrt(static_cast<float>(shape_.head_dim)), 0.0f, nullptr};
+  const AttentionKernels& kernels = attention_kernels();
+  stages_.run(worker.stage++, static_cast<int64_t>(plan.items.size()), 1, [&](int64_t first, int64_t) {
+    kernels.run_item(plan, args, plan.items[static_cast<size_t>(first)], nullptr, worker.attention);
+  });
+  if (plan.split_tokens.empty()) return;
+  const int64_t heads = shape_.num_heads;
+  stages_.run(worker.stage++, static_cast<int64_t>(plan.split_tokens.size()), 1, [&](int64_t first, int64_t) {
+    for (int64_t head = 0; head < heads; ++head)
+      kernels.merge(plan, args, plan.split_tokens[static_cast<size_t>(first)], static_cast<int32_t>(head));
+  });
 }
 
-// product.x = norm(residual). Ends with a barrier.
-void Decoder::normed_product(const Vector& norm, Product product, int64_t tokens, const Team& team) {
-  const int64_t element = shape_.bf16 ? 2 : 4;
-  const bool apart = tokens <= kPrivateRows;
-  const int64_t first = apart ? 0 : tokens * team.rank / team.size;
-  const int64_t last = apart ? tokens : tokens * (team.rank + 1) / team.size;
-  char* to = apart ? team.rows : normed_.data();
-  for (int64_t t = first; t < last; ++t)
-    elementwise_kernels().rms_norm(reinterpret_cast<float*>(residual_.data()) + t * residual_.stride, norm.data(),
-                                   shape_.eps, shape_.hidden, to + t * normed_.stride * element, shape_.bf16);
-  if (!apart) {
-#pragma omp barrier
+void Decoder::norm_rows(const Vector& weight, int64_t first, int64_t last, char* out, int64_t row_bytes) const {
+  const float* residual = reinterpret_cast<const float*>(residual_.data());
+  for (int64_t t = first; t < last; ++t, out += row_bytes)
+    elementwise_kernels().rms_norm(residual + t * residual_.stride, weight.data(), shape_.eps, shape_.hidden, out,
+                                   shape_.bf16);
+}
+
+// The product of its x, or with `norm` of the normed residual stream.
+void Decoder::product(Product product, const Vector* norm, Worker& worker) {
+  const int64_t row_bytes = normed_.stride * (shape_.bf16 ? 2 : 4);
+  const bool apart = norm && product.rows <= kPrivateRows;
+  if (norm) {
+    product.x = apart ? worker.rows : normed_.data();
+    product.stride = normed_.stride;
+    if (!apart)
+      stages_.run(worker.stage++, product.rows, kRowStep, [&](int64_t first, int64_t last) {
+        norm_rows(*norm, first, last, normed_.data() + first * row_bytes, row_bytes);
+      });
   }
-  product.x = to;
-  product.stride = normed_.stride;
-  product.rows = tokens;
-  this->product(product, team);
-}
-
-// Ends with a barrier.
-void Decoder::product(const Product& product, const Team& team) const {
-  product_of(product.weight.kind)(product, team.rank, team.size, team.scratch);
-#pragma omp barrier
+  bool ready = !apart;  // a thread that gets no item norms nothing: the rows may be changing already
+  worker.scratch.block = -1;
+  const ProductFn run = product_of(product.weight.kind);
+  const int64_t step = product_step(product, worker.threads);
+  stages_.run(worker.stage++, product_items(product), step, [&](int64_t first, int64_t last) {
+    if (!ready) norm_rows(*norm, 0, product.rows, worker.rows, row_bytes);
+    ready = true;
+    run(product, first, last, worker.scratch);
+  });
 }
 
 void Decoder::logits(const void* hidden, int64_t rows, float* out, int threads) {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "attention.hpp"
+#include "decoder_stages.hpp"
 #include "product.hpp"
 #include "product_pack.hpp"
 
@@ -85,20 +86,25 @@ class Decoder {
   const DecoderShape& shape() const { return shape_; }
 
  private:
-  struct Team {
-    int rank, size;
-    char* rows;     // this thread's own: kPrivateRows normed rows,
-    char* scratch;  // and what its part of a product needs
+  // One thread of the team: how far it is, and memory of its own.
+  struct Worker {
+    int threads;  // of the team
+    int64_t stage;
+    char* rows;  // kPrivateRows normed rows
+    char* attention;
+    ProductScratch scratch;
   };
 
   void check(const DecoderStep& step, const LayerPools& pools) const;
   void plan(const DecoderStep& step, const LayerPools& pools);
   void prepare(int64_t tokens, int threads);
   int64_t private_bytes() const;
-  void run(const DecoderStep& step, const LayerPools& pools, const Team& team);
-  void attend(const DecoderStep& step, const LayerPools& pools, size_t layer, const Team& team);
-  void normed_product(const Vector& norm, Product product, int64_t tokens, const Team& team);
-  void product(const Product& product, const Team& team) const;
+  int64_t attention_bytes() const;
+  void run(const DecoderStep& step, const LayerPools& pools, Worker& worker);
+  void project(const DecoderStep& step, const LayerPools& pools, size_t index, Worker& worker);
+  void attend(const LayerPools& pools, size_t index, Worker& worker);
+  void norm_rows(const Vector& weight, int64_t first, int64_t last, char* out, int64_t row_bytes) const;
+  void product(Product product, const Vector* norm, Worker& worker);
 
   DecoderShape shape_;
   SharedWeight embedding_, head_;
@@ -109,6 +115,8 @@ class Decoder {
   // Plans by window, made once per forward.
   std::vector<int32_t> windows_;
   std::vector<AttentionPlan> plans_;
+
+  Stages stages_;
 
   // Workspace, kept between calls; rows are padded so that neighbours do not fall into one cache set.
   struct Buffer {

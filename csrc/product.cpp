@@ -3,6 +3,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "isa.hpp"
@@ -44,15 +45,22 @@ int worthwhile_threads(int64_t multiplications, int threads) {
   return std::max(1, static_cast<int>(std::min<int64_t>(threads, multiplications / kSerialWork)));
 }
 
+int64_t product_step(const Product& product, int threads) {
+  return std::max<int64_t>(1, product.weight.panels() / (8 * threads));
+}
+
 void multiply(const Product& product, int threads) {
   threads = worthwhile_threads(product.rows * product.weight.columns * product.weight.depth, threads);
   const ProductFn run = product_of(product.weight.kind);
+  const int64_t items = product_items(product), step = product_step(product, threads);
   const size_t each = scratch_bytes(product.weight) / sizeof(float);
-  std::vector<float> scratch(each * static_cast<size_t>(threads));
+  std::vector<float> sums(each * static_cast<size_t>(threads));
+  std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(threads)
   {
-    const int part = omp_get_thread_num();
-    run(product, part, omp_get_num_threads(), scratch.data() + each * static_cast<size_t>(part));
+    ProductScratch scratch{sums.data() + each * static_cast<size_t>(omp_get_thread_num())};
+    for (int64_t first; (first = next.fetch_add(step, std::memory_order_relaxed)) < items;)
+      run(product, first, std::min(first + step, items), scratch);
   }
 }
 

@@ -68,13 +68,23 @@ struct Product {
   Tail tail;
 };
 
-// Rows of x that are taken together.
+// A product is cut into items: (block of rows, panel), panels fastest. The x of a block stays in the second-level
+// cache while its panels pass by. Items write disjoint outputs and may run at the same time, in any order.
 constexpr int64_t kRowBlock = 144;
+inline int64_t product_blocks(const Product& product) { return (product.rows + kRowBlock - 1) / kRowBlock; }
+inline int64_t product_items(const Product& product) { return product_blocks(product) * product.weight.panels(); }
+// How many items a thread takes at a time, so that each takes some eight times.
+int64_t product_step(const Product& product, int threads);
 
-// Does part `part` of `parts` of a product. Parts write disjoint outputs and may run at the same time, each with
-// scratch_bytes of its own, aligned to 64. Nothing is checked here.
-using ProductFn = void (*)(const Product& product, int part, int parts, void* scratch);
+// What one thread needs beside a product: sums of x over each group of the rows of a block, for kinds with an offset.
+struct ProductScratch {
+  float* sums;         // scratch_bytes(weight), aligned to 64
+  int64_t block = -1;  // the block whose sums are there; -1 before a product
+};
 size_t scratch_bytes(const Weight& weight);
+
+// Does the items first .. last of a product. Nothing is checked here.
+using ProductFn = void (*)(const Product& product, int64_t first, int64_t last, ProductScratch& scratch);
 
 struct ProductKernels {
   ProductFn run[kWeightKinds];  // by WeightKind

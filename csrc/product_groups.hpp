@@ -2,7 +2,7 @@
 //
 // The integers are widened to bf16 on their way from memory into registers, once per tile of rows: a permute does it
 // beside the dot products, so widening a panel into a buffer first was slower at every number of rows
-// (docs/log.md, Products). The scratch of a part holds the sums of x over each group, for kinds with an offset.
+// (docs/log.md, Products). The scratch of a thread holds the sums of x over each group, for kinds with an offset.
 #pragma once
 #include "product_kernel.hpp"
 
@@ -15,9 +15,8 @@ struct Groups {
   static constexpr bool kOffset = kind == WeightKind::int4_offset;
 
   // Sums of x over each group, for rows top .. bottom.
-  static void begin(const Product& product, int64_t top, int64_t bottom, void* scratch) {
+  static void begin(const Product& product, int64_t top, int64_t bottom, float* sums) {
     if (!kOffset) return;
-    float* sums = static_cast<float*>(scratch);
     for (int64_t row = top; row < bottom; ++row) {
       const uint16_t* x = static_cast<const uint16_t*>(product.x) + row * product.stride;
       for (int64_t k = 0; k < product.weight.depth; k += kGroup)
@@ -32,7 +31,7 @@ struct Groups {
     const Table table = make_table(kind == WeightKind::int4 ? -8 : 0);
     const int64_t groups = weight.depth / kGroup;
     const uint16_t* x = static_cast<const uint16_t*>(product.x) + at.row * product.stride;
-    const float* sums = static_cast<const float*>(at.scratch) + (at.row - at.top) * groups;
+    const float* sums = at.sums + (at.row - at.top) * groups;
     const uint8_t* group = weight.data + at.panel * weight.panel_bytes();
     Lanes acc[R][2];
     for (auto& of_row : acc) of_row[0] = of_row[1] = zero();

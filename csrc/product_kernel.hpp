@@ -103,7 +103,7 @@ inline void finish(const Product& product, int64_t row, int64_t panel, Lanes low
 struct Place {
   int64_t row, top, panel;
   bool alone;
-  void* scratch;
+  const float* sums;
 };
 
 template <typename T>
@@ -125,7 +125,7 @@ struct Dense {
       for (int p = 0; p < P; ++p) finish(product, at.row + r, at.panel + p, acc[r][2 * p], acc[r][2 * p + 1]);
   }
 
-  static void begin(const Product&, int64_t, int64_t, void*) {}
+  static void begin(const Product&, int64_t, int64_t, float*) {}
 };
 
 // The tile of `rows` rows and `panels` panels, found at run time.
@@ -140,26 +140,30 @@ void tile_of(const Product& product, Place at, int rows, int panels) {
   }
 }
 
-// Rows are taken in blocks, so that the x of a block stays in the second-level cache while all panels pass by; a block
-// is cut into tiles of equal height. Its work items are (panel, tile), tiles fastest, so that a panel stays in the
-// first level while the tiles pass by; part p of n takes a run of them.
+// The first row of a block; blocks end at whole tiles.
 template <typename Kernel>
-void multiply(const Product& product, int part, int parts, void* scratch) {
-  const int64_t panels = product.weight.panels(), blocks = (product.rows + kRowBlock - 1) / kRowBlock;
-  for (int64_t block = 0, top = 0; block < blocks; ++block) {
-    int64_t bottom = product.rows * (block + 1) / blocks;
-    if (block + 1 < blocks) bottom -= bottom % Kernel::kRows;
-    const int64_t rows = bottom - top, tiles = (rows + Kernel::kRows - 1) / Kernel::kRows;
-    Kernel::begin(product, top, bottom, scratch);
-    const int64_t end = panels * tiles * (part + 1) / parts;
-    for (int64_t item = panels * tiles * part / parts; item < end;) {
-      const int64_t t = item % tiles, row = top + rows * t / tiles, next = top + rows * (t + 1) / tiles;
-      const Place at{row, top, item / tiles, tiles == 1, scratch};
-      const int wide = at.alone && item + 1 < end ? 2 : 1;
-      tile_of<Kernel>(product, at, static_cast<int>(next - row), wide);
-      item += wide;
+int64_t block_start(const Product& product, int64_t block) {
+  const int64_t blocks = product_blocks(product), row = product.rows * block / blocks;
+  return block < blocks ? row - row % Kernel::kRows : product.rows;
+}
+
+// The rows of a block are cut into tiles of equal height; a panel stays in the cache while the tiles pass by.
+template <typename Kernel>
+void multiply(const Product& product, int64_t first, int64_t last, ProductScratch& scratch) {
+  const int64_t panels = product.weight.panels();
+  for (int64_t item = first; item < last;) {
+    const int64_t block = item / panels;
+    const int64_t top = block_start<Kernel>(product, block), rows = block_start<Kernel>(product, block + 1) - top;
+    const int64_t tiles = (rows + Kernel::kRows - 1) / Kernel::kRows;
+    if (block != scratch.block) Kernel::begin(product, top, top + rows, scratch.sums);
+    scratch.block = block;
+    Place at{top, top, item % panels, tiles == 1, scratch.sums};
+    const int wide = at.alone && at.panel + 1 < panels && item + 1 < last ? 2 : 1;
+    for (int64_t t = 0; t < tiles; ++t) {
+      at.row = top + rows * t / tiles;
+      tile_of<Kernel>(product, at, static_cast<int>(top + rows * (t + 1) / tiles - at.row), wide);
     }
-    top = bottom;
+    item += wide;
   }
 }
 
