@@ -43,3 +43,13 @@ def test_the_work_of_a_call_is_counted_right(repository: Path) -> None:
         [13 * 2 * 8 * 128 * 2 + 2 * 2 * 3 * 8 * 128, 4 * 8 * 128 * 36],
     ]
     assert float(seconds) == 5.0
+
+
+def test_the_predicted_table_of_the_docs_is_the_scripts(repository: Path) -> None:
+    """Every row of ``bench/gpu_work.py`` stands in docs/benchmarks.md as it is."""
+    script = repository / "bench/gpu_work.py"
+    printed = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
+    rows = [line for line in printed.splitlines() if line.startswith("| ")]
+    text = (repository / "docs/benchmarks.md").read_text().splitlines()
+    assert len(rows) > 30
+    assert [row for row in rows if row not in text] == []
