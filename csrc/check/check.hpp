@@ -3,3 +3,4 @@
 
 // Each returns the number of failures and prints what it did, for the instruction set in use.
 int check_attention();
+int check_product();

@@ -19,6 +19,7 @@ int main(int argc, char** argv) {
     pagedkv::force_isa(pagedkv::isa_name(isa));
     std::printf("%s\n", pagedkv::isa_name(isa));
     failures += check_attention();
+    failures += check_product();
   }
   std::printf(failures == 0 ? "all checks passed\n" : "%d checks FAILED\n", failures);
   return failures == 0 ? 0 : 1;
