@@ -85,7 +85,7 @@ struct BFloats {
     __m512 r[16];
     for (int i = 0; i < 16; ++i) r[i] = _mm512_castsi512_ps(load_dims<Whole>(rows[i] + d, left));
     transpose_registers(r);
-    for (int i = 0; i < 4; ++i) ahead.step();
+    for (int i = 0; i < 8; ++i) ahead.step();
     for (int i = 0; i < 16; ++i) store(to + i * kTile, r[i]);
   }
 
@@ -137,7 +137,6 @@ struct BFloats {
     for (int q = 0; q < R; ++q)
       for (int v = 0; v < V; ++v) sum[q][v] = mul(load(out + q * stride + v * 16), splat(start[q]));
     for (int s = 0; s < kTile; s += 2) {
-      ahead.step();
       ahead.step();
       vf b[V];
       for (int v = 0; v < V; v += 2) {

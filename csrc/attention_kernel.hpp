@@ -8,148 +8,10 @@
 // rows stand beside it. Rows outside [first_slot, last_slot) are zeros and never read, and a masked score has weight
 // exactly 0, so a tile that is only partly there gives the bits of the part.
 #pragma once
-#include "attention.hpp"
+#include "attention_math.hpp"
 #include "block.hpp"
 
 namespace pagedkv::PAGEDKV_NS {
-
-constexpr float kLog2e = 1.44269504088896341f;
-constexpr float kNothing = -__builtin_inff();
-
-static inline int round_up(int n, int to) { return (n + to - 1) / to * to; }
-
-// 2^x for x <= 0, to about one part in 10^7; exactly 1 at 0 and exactly 0 below -126.5. Cephes' polynomial idea: split
-// off the whole part, approximate 2^r on [-1/2, 1/2], put the whole part into the exponent.
-static inline vf exp2_negative(vf x) {
-  x = max(splat(-127.0f), x);  // in this order a NaN stays a NaN
-  const vf n = round_even(x), r = sub(x, n);
-  vf p = splat(1.32647271e-3f);
-  p = fma(p, r, splat(9.67151266e-3f));
-  p = fma(p, r, splat(5.55073374e-2f));
-  p = fma(p, r, splat(2.40222421e-1f));
-  p = fma(p, r, splat(6.93146978e-1f));
-  p = fma(p, r, splat(1.0f));
-  return mul(p, power_of_two(n));
-}
-
-static inline float exp2_negative(float x) { return x == 0.0f ? 1.0f : first_lane(exp2_negative(splat(x))); }
-
-static inline vf tanh(vf x) {  // from 2^(-2 |x| log2 e), so nothing overflows
-  const vf magnitude = max(x, sub(splat(0.0f), x));
-  const vf t = exp2_negative(mul(magnitude, splat(-2.0f * kLog2e)));
-  const vf y = div(sub(splat(1.0f), t), add(splat(1.0f), t));
-  return mul(y, div(x, max(magnitude, splat(1e-30f))));
-}
-
-// A row of D numbers as floats, zeros up to padded.
-template <class T>
-static inline void widen_row(const T* from, int D, float* to, int padded) {
-  int d = 0;
-  for (; d + kLanes <= D; d += kLanes) store(to + d, load_as(from + d));
-  for (; d < D; ++d) to[d] = widen(from[d]);
-  for (; d < padded; ++d) to[d] = 0.0f;
-}
-
-// The rows of the next tile on their way to the second-level cache, a few at a time between the instructions of this
-// tile: a burst would fill the queue of misses and stall. (Into the first level it is half as fast: fewer misses may be
-// outstanding there.)
-struct Ahead {
-  const char* const* row = nullptr;
-  const char* const* end = nullptr;
-  int bytes = 0;
-
-  inline void step() {
-    if (row == end) return;
-    const char* at = *row++;
-    prefetch(at);
-    if (bytes > 64) prefetch(at + 64);
-    for (int b = 128; b < bytes; b += 64) prefetch(at + b);
-  }
-};
-
-// Numbers as they are multiplied: one float in a dword.
-struct Floats {
-  static constexpr int kPerDword = 1;
-  template <class T>
-  static constexpr bool direct() {
-    return false;
-  }
-  static inline vf mac(vf sum, vf packed, float a) { return fma(splat(a), packed, sum); }
-  template <class T>
-  static inline void row(const T* from, int D, float* to, int padded) {
-    widen_row(from, D, to, padded);
-  }
-  static inline void weights(float* to, int slot, vf p) { store(to + slot, p); }
-  static inline vf exp2(vf x) { return exp2_negative(x); }
-  template <class T>
-  static void pack_values(const T* const* rows, int D, int padded, float* to, float*, Ahead& ahead) {
-    for (int s = 0; s < kTile; ++s) {
-      widen_row(rows[s], D, to + s * padded, padded);
-      if (s % 2) ahead.step();
-    }
-  }
-  template <class T>
-  static void pack_keys(const T* const* rows, int D, int padded, float* to, float* wide, Ahead& ahead) {
-    const float* at[kTile];
-    for (int s = 0; s < kTile; ++s) {
-      at[s] = wide + s * padded;
-      widen_row(rows[s], D, wide + s * padded, padded);
-      if (s % 2) ahead.step();
-    }
-    for (int d = 0; d < D; d += kLanes)
-      for (int s = 0; s < kTile; s += kLanes) transpose(at + s, d, to + d * kTile + s, kTile);
-  }
-};
-
-}  // namespace pagedkv::PAGEDKV_NS
-
-#ifdef PAGEDKV_BF16
-#include "attention_bf16.hpp"
-#endif
-
-namespace pagedkv::PAGEDKV_NS {
-
-// sums[r][0 .. V lanes) = start[r] * sums + a[r] x packed over n dwords, in order. V vectors of R rows in registers.
-template <class F, int R, int V>
-static void multiply(const float* a, int a_stride, const float* packed, int packed_stride, float* sums, int stride,
-                     const float* start, int n, Ahead& ahead) {
-  vf sum[R][V];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v)
-      sum[r][v] = start == nullptr ? splat(0.0f) : mul(load(sums + r * stride + v * kLanes), splat(start[r]));
-  for (int i = 0; i < n; ++i) {
-    ahead.step();
-    vf b[V];
-    for (int v = 0; v < V; ++v) b[v] = load(packed + i * packed_stride + v * kLanes);
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < V; ++v) sum[r][v] = F::mac(sum[r][v], b[v], a[r * a_stride + i]);
-  }
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) store(sums + r * stride + v * kLanes, sum[r][v]);
-}
-
-template <class F, int R>
-static void multiply_columns(const float* a, int a_stride, const float* packed, int packed_stride, float* sums,
-                             int stride, const float* start, int n, int columns, Ahead& ahead) {
-  int c = 0;
-  for (; c + kBlockVectors * kLanes <= columns; c += kBlockVectors * kLanes)
-    multiply<F, R, kBlockVectors>(a, a_stride, packed + c, packed_stride, sums + c, stride, start, n, ahead);
-  for (; c < columns; c += kLanes)
-    multiply<F, R, 1>(a, a_stride, packed + c, packed_stride, sums + c, stride, start, n, ahead);
-}
-
-template <class F>
-static void multiply_rows(int rows, const float* a, int a_stride, const float* packed, int packed_stride, float* sums,
-                          int stride, const float* start, int n, int columns, Ahead& ahead) {
-  switch (rows) {
-    case 1: return multiply_columns<F, 1>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns, ahead);
-    case 2: return multiply_columns<F, 2>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns, ahead);
-    case 3: return multiply_columns<F, 3>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns, ahead);
-    case 4: return multiply_columns<F, 4>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns, ahead);
-    case 5: return multiply_columns<F, 5>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns, ahead);
-    default: return multiply_columns<F, 6>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns, ahead);
-  }
-}
 
 // Softmax state of a row over part of its history: the largest score (in powers of two), the sum of 2^(score - max),
 // and the sum of values with those weights. Nothing seen: -inf, 0, zeros.
@@ -247,7 +109,7 @@ struct TileRows {
   }
   Ahead ahead(int D) const {
     return {reinterpret_cast<const char* const*>(rows), reinterpret_cast<const char* const*>(rows + 2 * kTile),
-            static_cast<int>(D * sizeof(T))};
+            static_cast<int>(D * sizeof(T)), 0};
   }
 };
 
@@ -280,7 +142,7 @@ class ItemRunner {
   }
 
   void run() {
-    for (int d = 0; d < kMaxHeadDim; ++d) zeros_[d] = 0.0f;
+    __builtin_memset(zeros_, 0, sizeof(float) * kMaxHeadDim);
     load_rows();
     clear(merged_max_, merged_, merged_sum_, 1);
     for (int piece = item_.first_piece; piece < item_.last_piece; ++piece) {
@@ -326,9 +188,9 @@ class ItemRunner {
   }
 
   void clear(float* max, float* out, float* sums, int lanes) {
-    for (int r = 0; r < rows_; ++r) max[r] = kNothing;
-    for (int i = 0; i < rows_ * lanes; ++i) sums[i] = 0.0f;
-    for (int i = 0; i < rows_ * columns_; ++i) out[i] = 0.0f;
+    for (int r = 0, rows = rows_; r < rows; ++r) max[r] = kNothing;
+    __builtin_memset(sums, 0, sizeof(float) * rows_ * lanes);
+    __builtin_memset(out, 0, sizeof(float) * rows_ * columns_);
   }
 
   void run_piece(int piece) {
@@ -363,7 +225,9 @@ class ItemRunner {
     float start[kBlockRows];
     multiply_rows<F>(count, query_ + row * dwords_, dwords_, keys_, kTile, scores_, kTile, nullptr, dwords_, kTile,
                      ahead);
-    for (int r = 0; r < count; ++r) start[r] = softmax_step(slot, at, row + r, scores_ + r * kTile, weights_ + r * kTile);
+    // in two rounds, so that the rows' chains overlap
+    for (int r = 0; r < count; ++r) start[r] = finish_scores(slot, at, row + r, scores_ + r * kTile);
+    for (int r = 0; r < count; ++r) start[r] = weigh_scores(at, row + r, start[r], scores_ + r * kTile, weights_ + r * kTile);
     if constexpr (F::template direct<T>()) {
       if (rows_ <= F::kDirectRows)
         return F::weigh(count, at.rows + kTile, D_, weights_, out_ + row * columns_, columns_, start, ahead);
@@ -372,33 +236,44 @@ class ItemRunner {
                      kTile / F::kPerDword, columns_, ahead);
   }
 
-  // Turns a row's scores into weights and returns the factor of what was summed before.
-  float softmax_step(int slot, const Rows& at, int row, float* scores, float* weights) {
-    constexpr int kVectors = kTile / kLanes;
-    vf x[kVectors];
-    vf top = splat(kNothing);
+  // Scales and masks a row's scores in place; returns the largest.
+  float finish_scores(int slot, const Rows& at, int row, float* scores) {
     const bool masked = low_[row] > slot || high_[row] < slot + kTile;
-    const float factor = args_.softcap > 0.0f ? args_.scale / args_.softcap : args_.scale * kLog2e;
-    for (int v = 0; v < kVectors; ++v) {
-      x[v] = mul(load(scores + v * kLanes), splat(factor));
-      if constexpr (Scaled) x[v] = mul(x[v], load(at.key_scale + v * kLanes));
-      if (args_.softcap > 0.0f) x[v] = mul(tanh(x[v]), splat(args_.softcap * kLog2e));
-      if (masked) x[v] = keep(x[v], slot + v * kLanes, low_[row], high_[row], kNothing);
-      top = max(top, x[v]);
+    if (args_.softcap > 0.0f) return finish_scores_as<true, true>(slot, at, row, scores);
+    if (masked) return finish_scores_as<true, false>(slot, at, row, scores);
+    return finish_scores_as<false, false>(slot, at, row, scores);
+  }
+
+  template <bool Masked, bool Capped>
+  inline float finish_scores_as(int slot, const Rows& at, int row, float* scores) {
+    const vf factor = splat(Capped ? args_.scale / args_.softcap : args_.scale * kLog2e);
+    vf top = splat(kNothing);
+    for (int v = 0; v < kTile; v += kLanes) {
+      vf x = mul(load(scores + v), factor);
+      if constexpr (Scaled) x = mul(x, load(at.key_scale + v));
+      if constexpr (Capped) x = mul(tanh(x), splat(args_.softcap * kLog2e));
+      if constexpr (Masked) x = keep(x, slot + v, low_[row], high_[row], kNothing);
+      store(scores + v, x);
+      top = max(top, x);
     }
-    const float before = max_[row], tile_top = hmax(top), now = tile_top > before ? tile_top : before;
-    const float base = now == kNothing ? 0.0f : now;
-    const float fade = now == before ? 1.0f : exp2_negative(before - base);
-    vf sum = mul(load(sums_ + row * kLanes), splat(fade));
-    for (int v = 0; v < kVectors; ++v) {
-      vf p = F::exp2(sub(x[v], splat(base)));
+    return hmax(top);
+  }
+
+  // Turns a row's scores into weights; returns the factor of what was summed before.
+  inline float weigh_scores(const Rows& at, int row, float tile_top, const float* scores, float* weights) {
+    const float before = max_[row], now = tile_top > before ? tile_top : before;
+    const vf base = splat(now == kNothing ? 0.0f : now);
+    const vf fade = exp2_negative(sub(splat(before), base));  // without a branch: it would be mispredicted
+    vf sum = mul(load(sums_ + row * kLanes), fade);
+    for (int v = 0; v < kTile; v += kLanes) {
+      vf p = F::exp2(sub(load(scores + v), base));
       sum = add(sum, p);
-      if constexpr (Scaled) p = mul(p, load(at.value_scale + v * kLanes));
-      F::weights(weights, v * kLanes, p);
+      if constexpr (Scaled) p = mul(p, load(at.value_scale + v));
+      F::weights(weights, v, p);
     }
     store(sums_ + row * kLanes, sum);
     max_[row] = now;
-    return fade;
+    return first_lane(fade);
   }
 
   void save_partial(int row, int piece, float sum) {
