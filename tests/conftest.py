@@ -16,16 +16,14 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+NOT_INSTALLED = " is not installed: "
 REQUIRE_ALL = os.environ.get("PAGEDKV_REQUIRE") == "all"
 ROOT = Path(__file__).resolve().parent.parent
-
-_missing: dict[str, str] = {}
 
 
 def missing(tool: str, install: str) -> None:
     """Ends the test for want of a system package: a skip that names the command, or a failure if all is required."""
-    _missing[tool] = install
-    reason = f"{tool} is not installed: {install}"
+    reason = f"{tool}{NOT_INSTALLED}{install}"
     if REQUIRE_ALL:
         pytest.fail(reason)
     pytest.skip(reason)
@@ -72,7 +70,9 @@ def repository() -> Path:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if _missing and not REQUIRE_ALL:
+    skipped = [str(report.longrepr[-1]) for report in terminalreporter.stats.get("skipped", [])]
+    wanting = sorted({reason.removeprefix("Skipped: ") for reason in skipped if NOT_INSTALLED in reason})
+    if wanting:
         terminalreporter.section("not tested here, for want of a system package")
-        for tool, install in sorted(_missing.items()):
-            terminalreporter.write_line(f"{tool}: {install}")
+        for reason in wanting:
+            terminalreporter.write_line(reason)
