@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType, quants
 from lone_run import make_pool, run
 
 from pagedkv.attention.backend import choose
@@ -16,6 +18,7 @@ from pagedkv.cache.pool import KVPool
 from pagedkv.errors import InvalidRequest, UnsupportedModel
 from pagedkv.model.config import ModelConfig
 from pagedkv.model.decoder import Decoder
+from pagedkv.model.gguf import QuantisedTensor
 from pagedkv.model.load import load_model
 from pagedkv.model.weights import ModelWeights
 
@@ -160,6 +163,25 @@ def test_weights_of_eight_bits_are_near_and_of_four_bits_nearer_than_nothing(par
         return float((run(model, IDS, [60]) - exact).abs().mean() / exact.std())
 
     assert error("none") < error("int8") < 0.06 < error("int4") < 0.4
+
+
+def test_parts_of_different_kinds_meet_at_the_dtype(parts: Callable[..., Any]) -> None:
+    """A file may hold q in four bits and v in eight; a matrix of its own keeps what it has."""
+    config, weights = parts("llama")
+
+    def rounded(weight: torch.Tensor, name: str) -> QuantisedTensor:
+        blocks = quants.quantize(weight.numpy(), GGMLQuantizationType[name])
+        return QuantisedTensor(torch.from_numpy(blocks), name, tuple(weight.shape))
+
+    layers = tuple(
+        replace(layer, q=rounded(layer.q, "Q4_1"), v=rounded(layer.v, "Q8_0"), down=rounded(layer.down, "Q4_0"))
+        for layer in weights.layers
+    )
+    mixed = replace(weights, layers=layers)
+    model = NativeDecoder(config, mixed, dtype=torch.bfloat16)
+    assert model.kinds == {"bf16", "int4"}
+    exact = run(reference(config, mixed, torch.float32), IDS, [60])
+    assert (run(model, IDS, [60]) - exact).abs().mean() < 0.03 * exact.std()
 
 
 def test_weights_are_counted_once(parts: Callable[..., Any]) -> None:
