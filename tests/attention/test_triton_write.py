@@ -21,14 +21,18 @@ POOLS = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_
 def written(
     backend: object, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype, slots: list[int]
 ) -> list[torch.Tensor]:
-    """Pools and scales (7 blocks of 4, as a KVPool lays them out) after one write, as bytes."""
+    """Pools and scales (7 blocks of 4, as a KVPool lays them out) after one write, as bytes.
+
+    With the block before the pool's first, which a slot of -1 would hit if it were written.
+    """
     _, kv_heads, head_dim = k.shape
-    data = torch.zeros(7, 3, 2, kv_heads, 4, head_dim).to(dtype)
-    scales = torch.full(data.shape[:-1], -7.0)
+    all_data = torch.zeros(8, 3, 2, kv_heads, 4, head_dim).to(dtype)
+    all_scales = torch.full(all_data.shape[:-1], -7.0)
+    data, scales = all_data[1:], all_scales[1:]
     quantised = dtype in (torch.int8, torch.float8_e4m3fn)
     k_scale, v_scale = (scales[:, 1, 0], scales[:, 1, 1]) if quantised else (None, None)
     write_kv(k, v, data[:, 1, 0], data[:, 1, 1], torch.tensor(slots), k_scale=k_scale, v_scale=v_scale, backend=backend)  # type: ignore[arg-type]
-    return [data.view(torch.uint8), scales]
+    return [all_data.view(torch.uint8), all_scales]
 
 
 @pytest.mark.parametrize("pool_dtype", POOLS)
