@@ -21,6 +21,7 @@ CHAINED = [BlockCopy(1, 4), BlockCopy(4, 0)]
 @pytest.mark.parametrize("copies", [DISJOINT, CHAINED, []])
 @pytest.mark.parametrize("kind", ["auto", "int8_per_token_head"])
 def test_blocks_are_copied_as_the_pool_copies_them(copies: list[BlockCopy], kind: str) -> None:
+    pytest.importorskip("triton")
     pools = [KVPool(6, 2, 1, 4, 8, kv_cache_dtype=kind) for _ in range(2)]
     filling = torch.randint(0, 100, pools[0].data.shape, generator=torch.Generator().manual_seed(0))
     for pool in pools:
@@ -36,6 +37,7 @@ def test_blocks_are_copied_as_the_pool_copies_them(copies: list[BlockCopy], kind
 
 def test_the_runner_of_a_gpu_is_put_together(tiny_model: Callable[..., Path]) -> None:
     """Without graphs, which need a GPU; over Triton's interpreter."""
+    pytest.importorskip("triton")
     loaded = load_model(tiny_model("llama"), attention_backend="triton", device="cpu")
     config = EngineConfig.from_kwargs(model="tiny", enforce_eager=True, max_num_seqs=2)
     pool = KVPool(8, 2, 2, 16, 16)

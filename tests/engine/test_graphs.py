@@ -90,6 +90,8 @@ def test_sizes() -> None:
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_replays_give_what_the_model_gives(tiny_model: Callable[..., Path], backend: str) -> None:
     """Batches shrink, grow and change order between steps; old rows and tables stand behind the padding."""
+    if backend == "triton":
+        pytest.importorskip("triton")
     model = load(tiny_model, backend)
     plain, recorded = Steps(model, [5, 3, 9, 1, 12]), Steps(model, [5, 3, 9, 1, 12])
     runner, recorder = graphed(model, recorded.pool)
@@ -109,6 +111,7 @@ def test_replays_give_what_the_model_gives(tiny_model: Callable[..., Path], back
 
 def test_shared_prefixes_are_replayed_too(tiny_model: Callable[..., Path]) -> None:
     """A recorded step with groups: two that share, one alone, one row of padding; then the next batch without any."""
+    pytest.importorskip("triton")
     model = load(tiny_model, "triton")
     plain, recorded = Steps(model, [9, 6, 11]), Steps(model, [9, 6, 11])
     for steps in (plain, recorded):  # sequence 2 begins with the blocks of sequence 0

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from pagedkv import LLM, SamplingParams
 
 
 def test_the_engine_says_the_same_over_triton(tiny_model: Callable[..., Path]) -> None:
     """Two prompts with a common prefix, prefill in chunks, an odd head group, fp8 KV."""
+    pytest.importorskip("triton")
     path = tiny_model("qwen3", num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=1)
     prompts = [{"prompt_token_ids": [*range(40, 52), last]} for last in (60, 61)]
     params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
