@@ -189,12 +189,14 @@ class BlockIndex:
     def _take(self, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
         """Gives each block its key, up to the first key that is taken already; returns how many got theirs."""
         own, before = self.blocks, len(self.blocks)
-        if own.keys().isdisjoint(keys):
-            own.update(zip(keys, blocks, strict=True))
-            if len(own) == before + len(keys):
-                return len(keys)
-            for key in keys:  # two of them are equal: back, and one by one
-                own.pop(key, None)
+        own.update(zip(keys, blocks, strict=True))
+        if len(own) == before + len(keys):
+            return len(keys)
+        # Two digests collide, which no run of keys does by chance: what the update wrote over is found the slow way.
+        for key in keys:
+            own.pop(key, None)
+        taken = set(keys)
+        own.update((key, block) for block, key in enumerate(self.keys) if key in taken)
         for num_taken, (key, block) in enumerate(zip(keys, blocks, strict=True)):
             if own.setdefault(key, block) != block:
                 return num_taken

@@ -32,7 +32,7 @@ class ReplayReport:
     evictions:          blocks; preemptions: always 0 one after another
     utilization:        tokens of running prompts over the slots of their blocks
     block_references:   full blocks of all prompts, hit or not; num_cached: blocks under a key at the end
-    seconds:            spent in the driven code and its driver; us_per_block: the same per block reference
+    seconds:            of processor time in the driven code; us_per_block: microseconds of it per block reference
     """
 
     trace: str
@@ -100,9 +100,9 @@ def replay_sequential(
         if isinstance(prefix.policy, QueueAware) and limited:
             prefix.policy.expect(_wanted(prefix, trace, trace.requests[number + 1 : number + 1 + QUEUE]))
         prompt = trace.prompt(request).tolist()  # a list, as it comes from a tokenizer
-        began = time.perf_counter()
+        began = time.thread_time()
         _run_one(manager, prefix, number, prompt, counts)
-        seconds += time.perf_counter() - began
+        seconds += time.thread_time() - began
         if progress is not None:
             progress(number + 1, total)
     tokens = trace.num_prompt_tokens
