@@ -75,10 +75,10 @@ void attention_team(const AttentionPlan& plan, const AttentionArgs& args) {
   const int64_t num_items = static_cast<int64_t>(plan.items.size());
 #pragma omp single
   plan.cursor = 0;
-  // taken one ahead, so that a thread can fetch the beginning of its next item while it ends this one
-  for (int64_t i = take(plan), following; i < num_items; i = following) {
-    following = take(plan);
-    kernels.run_item(plan, args, plan.items[i], following < num_items ? &plan.items[following] : nullptr, scratch);
+  const int64_t others = omp_get_num_threads() - 1;
+  for (int64_t i = take(plan); i < num_items; i = take(plan)) {
+    const int64_t next = i + 1 + others;  // each other thread takes one before this one comes back
+    kernels.run_item(plan, args, plan.items[i], next < num_items ? &plan.items[next] : nullptr, scratch);
   }
 #pragma omp barrier
   if (plan.split_tokens.empty()) return;

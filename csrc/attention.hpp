@@ -140,7 +140,7 @@ float read_stream(const float* data, int64_t n);
 
 // The functions that exist once per instruction set.
 struct AttentionKernels {
-  // `next` is what this thread will run after it (its first tile is fetched ahead), or nullptr.
+  // `next` is what this thread will probably run after it (its first tile is fetched ahead), or nullptr.
   void (*run_item)(const AttentionPlan&, const AttentionArgs&, const WorkItem&, const WorkItem* next, void* scratch);
   void (*merge)(const AttentionPlan&, const AttentionArgs&, int32_t token, int32_t head);
   void (*write_rows)(const WriteArgs&, int64_t first, int64_t last);

@@ -37,11 +37,6 @@ static inline __m512i look_up(const uint8_t* table, __m512i bytes, __mmask64 upp
 
 struct BFloats {
   static constexpr int kPerDword = 2;
-  template <class T>
-  static constexpr bool direct() {
-    return sizeof(T) == sizeof(bfloat_t);
-  }
-
   static inline vf mac(vf sum, vf packed, float a) {
     return _mm512_dpbf16_ps(sum, (__m512bh)packed, (__m512bh)_mm512_set1_ps(a));
   }
@@ -128,6 +123,7 @@ struct BFloats {
 
   // Weighted values for few rows, straight from the pool: the pairs stay in registers.
   static constexpr int kDirectRows = 24;
+  using ValueRow = bfloat_t;
 
   template <int R, int V, bool Whole>  // V vectors of 16 dims
   static inline void add_values(const bfloat_t* const* rows, int d, int left, const float* weights, float* out,
@@ -210,6 +206,15 @@ struct BFloats {
     const bfloat_t* at[kTile];
     widen_bytes(rows, D, wide, at, ahead);
     pack_values(at, D, padded, to, wide, ahead);
+  }
+
+  // The rows as `weigh` takes them: where they lie, or widened.
+  static void value_rows(const bfloat_t* const* rows, int, float*, const bfloat_t** at, Ahead&) {
+    for (int s = 0; s < kTile; ++s) at[s] = rows[s];
+  }
+  template <class T>
+  static void value_rows(const T* const* rows, int D, float* wide, const bfloat_t** at, Ahead& ahead) {
+    widen_bytes(rows, D, wide, at, ahead);
   }
 };
 

@@ -90,9 +90,9 @@ struct TileRows {
       for (int i = 0; i < run; ++i) rows[s + i] = k + i * args.k.slot_stride;
       for (int i = 0; i < run; ++i) rows[kTile + s + i] = v + i * args.v.slot_stride;
       if constexpr (Scaled)
-        for (int i = 0; i < run; ++i) {
-          key_scale[s + i] = scale_at(args.k, from, head, i);
-          value_scale[s + i] = scale_at(args.v, from, head, i);
+        for (int i = 0; i < run; i += i + 15 < run ? 15 : 1) {  // fetched now, read by load_scales
+          prefetch(scale_at(args.k, from, head, i));
+          prefetch(scale_at(args.v, from, head, i));
         }
       s += run;
     }
@@ -103,9 +103,25 @@ struct TileRows {
     return static_cast<const T*>(pool.data) + from.block * pool.block_stride + head * pool.head_stride +
            from.offset * pool.slot_stride;
   }
-  static float scale_at(const PoolView& pool, const Slot& from, int64_t head, int i) {
-    return pool.scales[from.block * pool.scale_block_stride + head * pool.scale_head_stride +
-                       (from.offset + i) * pool.scale_slot_stride];
+  static const float* scale_at(const PoolView& pool, const Slot& from, int64_t head, int i) {
+    return pool.scales + from.block * pool.scale_block_stride + head * pool.scale_head_stride +
+           (from.offset + i) * pool.scale_slot_stride;
+  }
+  // Once the tile's turn has come: reading them in find would wait for memory.
+  void load_scales(const AttentionPlan& plan, const AttentionArgs& args, const WorkItem& item, int slot) {
+    if constexpr (Scaled) {
+      const TokenTile& tile = plan.tiles[item.tile];
+      const int64_t block_size = plan.batch.block_size;
+      const int begin = slot < tile.first_slot ? tile.first_slot - slot : 0;
+      const int end = tile.last_slot - slot < kTile ? tile.last_slot - slot : kTile;
+      Slot from = physical_slot(tile.table, slot + begin, block_size);
+      for (int s = begin; s < end; ++s) {
+        if (from.offset == block_size) from = physical_slot(tile.table, slot + s, block_size);
+        key_scale[s] = *scale_at(args.k, from, item.kv_head, 0);
+        value_scale[s] = *scale_at(args.v, from, item.kv_head, 0);
+        ++from.offset;
+      }
+    }
   }
   Ahead ahead(int D) const {
     return {reinterpret_cast<const char* const*>(rows), reinterpret_cast<const char* const*>(rows + 2 * kTile),
@@ -202,6 +218,7 @@ class ItemRunner {
       Rows& at = found_[slot / kTile % 2];
       Rows& following = found_[slot / kTile % 2 ^ 1];
       if (ready_ != slot) at.find(plan_, args_, item_, slot, zero);
+      at.load_scales(plan_, args_, item_, slot);
       ready_ = slot + kTile;
       Ahead ahead;
       if (ready_ < stop_) {
@@ -212,9 +229,9 @@ class ItemRunner {
         ahead = following.ahead(D_);
       }
       F::pack_keys(at.rows, D_, round_up(D_, 16), keys_, wide_, ahead);
-      bool direct = false;
-      if constexpr (F::template direct<T>()) direct = rows_ <= F::kDirectRows;
-      if (!direct) F::pack_values(at.rows + kTile, D_, columns_, values_, wide_, ahead);
+      if constexpr (F::kDirectRows > 0)
+        if (rows_ <= F::kDirectRows) F::value_rows(at.rows + kTile, D_, wide_, value_rows_, ahead);
+      if (rows_ > F::kDirectRows) F::pack_values(at.rows + kTile, D_, columns_, values_, wide_, ahead);
       const int blocks = (rows_ + kBlockRows - 1) / kBlockRows, step = (rows_ + blocks - 1) / blocks;
       for (int row = 0; row < rows_; row += step) run_rows(slot, at, row, rows_ - row < step ? rows_ - row : step, ahead);
     }
@@ -228,9 +245,9 @@ class ItemRunner {
     // in two rounds, so that the rows' chains overlap
     for (int r = 0; r < count; ++r) start[r] = finish_scores(slot, at, row + r, scores_ + r * kTile);
     for (int r = 0; r < count; ++r) start[r] = weigh_scores(at, row + r, start[r], scores_ + r * kTile, weights_ + r * kTile);
-    if constexpr (F::template direct<T>()) {
+    if constexpr (F::kDirectRows > 0) {
       if (rows_ <= F::kDirectRows)
-        return F::weigh(count, at.rows + kTile, D_, weights_, out_ + row * columns_, columns_, start, ahead);
+        return F::weigh(count, value_rows_, D_, weights_, out_ + row * columns_, columns_, start, ahead);
     }
     multiply_rows<F>(count, weights_, kTile, values_, columns_, out_ + row * columns_, columns_, start,
                      kTile / F::kPerDword, columns_, ahead);
@@ -296,6 +313,7 @@ class ItemRunner {
   int32_t *low_, *high_;
   int stop_, ready_ = -1;  // the end of this item's slots; the tile whose rows are found already
   Rows found_[2];
+  const typename F::ValueRow* value_rows_[kTile];
 };
 
 #ifdef PAGEDKV_BF16

@@ -66,10 +66,8 @@ struct Ahead {
 // Numbers as they are multiplied: one float in a dword.
 struct Floats {
   static constexpr int kPerDword = 1;
-  template <class T>
-  static constexpr bool direct() {
-    return false;
-  }
+  static constexpr int kDirectRows = 0;  // values are always packed
+  using ValueRow = float;
   static inline vf mac(vf sum, vf packed, float a) { return fma(splat(a), packed, sum); }
   template <class T>
   static inline void row(const T* from, int D, float* to, int padded) {

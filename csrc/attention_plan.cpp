@@ -11,7 +11,7 @@ namespace pagedkv {
 namespace {
 
 constexpr int32_t kSplitRows = 16;      // sequences with at most this many query rows a head take part in sharing
-constexpr int32_t kItemsPerThread = 6;  // enough for a good balance, few enough to keep the cost of an item small
+constexpr int32_t kItemsPerThread = 8;  // enough for a good balance, few enough to keep the cost of an item small
 constexpr int64_t kTileCost = 14;       // reading and packing a tile costs about as much as this many query rows
 
 int32_t pieces_up_to(int32_t position) { return (position + kPiece - 1) / kPiece; }
