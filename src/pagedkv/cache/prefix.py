@@ -255,7 +255,7 @@ class PrefixCache:
         full = len(blocks)
         node = blocks[-1] if blocks else self.index.root(chain.scope)
         source, partial = self.index.nearest(node, chain, full, num_tokens - 1 - full * size)
-        num_idle = sum(refs[block] == 1 for block in blocks)
+        num_idle = [refs[block] for block in blocks].count(1)
         next_key = chain.keys[full] if (full + 1) * size <= num_tokens else None
         match = Match(
             num_tokens=num_tokens,
