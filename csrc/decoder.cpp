@@ -203,7 +203,9 @@ void Decoder::attend(const LayerPools& pools, size_t index, Worker& worker) {
                            1.0f / std::sqrt(static_cast<float>(shape_.head_dim)), 0.0f, nullptr};
   const AttentionKernels& kernels = attention_kernels();
   stages_.run(worker.stage++, static_cast<int64_t>(plan.items.size()), 1, [&](int64_t first, int64_t) {
-    kernels.run_item(plan, args, plan.items[static_cast<size_t>(first)], nullptr, worker.attention);
+    const size_t item = static_cast<size_t>(first), next = item + static_cast<size_t>(worker.threads);
+    kernels.run_item(plan, args, plan.items[item], next < plan.items.size() ? &plan.items[next] : nullptr,
+                     worker.attention);
   });
   if (plan.split_tokens.empty()) return;
   const int64_t heads = shape_.num_heads;
