@@ -98,14 +98,18 @@ def test_preemption_takes_the_newest_and_every_answer_stays_whole() -> None:
 
 def test_under_priority_the_least_urgent_goes_even_if_it_is_in_the_plan_already() -> None:
     engine = make_engine(8, scheduling_policy="priority")
-    asked = {"patient": (prompt(1, 12), greedy(14)), "urgent": (prompt(2, 11), greedy(18))}
+    asked = {"patient": (prompt(1, 10), greedy(14)), "urgent": (prompt(2, 13), greedy(18))}
     engine.add_request("patient", *asked["patient"], priority=5)
+    engine.checked_step()  # it runs first, so every later step plans it before the urgent one
     engine.add_request("urgent", *asked["urgent"], priority=0)
     preempted = []
     outputs = {}
     while engine.has_unfinished():
         outputs.update((output.request_id, output) for output in engine.checked_step())
-        preempted += [seq.request.request_id for seq in engine.plans[-1].preempted]
+        plan = engine.plans[-1]
+        preempted += [seq.request.request_id for seq in plan.preempted]
+        assert not {seq.id for seq in plan.preempted} & set(plan.chunks), "who was preempted does not run"
+        assert plan.num_tokens == sum(chunk.num_tokens for chunk in plan.chunks.values())
     assert set(preempted) == {"patient"}
     for name, (ids, params) in asked.items():
         assert tokens_of(outputs[name]) == tokens_of(lone(ids, params))
