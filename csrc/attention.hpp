@@ -22,7 +22,7 @@ namespace pagedkv {
 constexpr int kTile = 64;    // slots that are reduced together
 constexpr int kPiece = 256;  // positions between two cuts of the history; a multiple of kTile
 constexpr int kMaxHeadDim = 256;
-constexpr int kMaxRows = 96;  // query rows (tokens x heads of a group) that share a packed tile
+constexpr int kMaxRows = 96;  // query rows of an item: tokens x heads of a group x KV heads
 
 enum class DType : int32_t { f32 = 0, f16 = 1, bf16 = 2, i8 = 3, f8e4m3 = 4 };
 
@@ -82,10 +82,11 @@ struct TokenTile {
   int32_t last_slot;
 };
 
-// What one thread does at a time: one tile, one KV head, the pieces [first_piece, last_piece).
+// What one thread does at a time: one tile, the KV heads [first_head, last_head), the pieces [first_piece, last_piece).
 struct WorkItem {
   int32_t tile;
-  int32_t kv_head;
+  int32_t first_head;
+  int32_t last_head;
   int32_t first_piece;
   int32_t last_piece;
   bool whole;  // all pieces of its tokens: merge here and write the output; else leave one partial per piece

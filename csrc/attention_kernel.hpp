@@ -1,6 +1,7 @@
 // The attention kernel, over the vectors of one instruction set (simd_*.hpp, included before).
 //
-// A tile of kTile slots of one KV head is packed once and then used by all query rows of the item:
+// A tile of kTile slots of one KV head is packed once and then used by all query rows of the item, one KV head of the
+// item after the other, because within a block their slots lie side by side:
 //     keys    [D / U][kTile] dwords   lanes are slots, so a score is one accumulator over D in order
 //     values  [kTile / U][Dp] dwords  lanes are dimensions, so an output is one accumulator over slots in order
 // A dword holds U numbers of a Format: one float, or two bf16 for the dot-product instructions. Both products are
@@ -9,7 +10,7 @@
 // exactly 0, so a tile that is only partly there gives the bits of the part.
 #pragma once
 #include "attention_math.hpp"
-#include "block.hpp"
+#include "attention_tile.hpp"
 
 namespace pagedkv::PAGEDKV_NS {
 
@@ -60,97 +61,31 @@ struct Scratch {
   float* next;
 };
 
-// Where the rows of a tile lie, and their scales.
-template <class T, bool Scaled>
-struct TileRows {
-  const T* rows[2 * kTile];  // keys, then values
-  float key_scale[Scaled ? kTile : 1];
-  float value_scale[Scaled ? kTile : 1];
-
-  void set(int s, const T* key, const T* value) {
-    rows[s] = key;
-    rows[kTile + s] = value;
-    if constexpr (Scaled) key_scale[s] = value_scale[s] = 0.0f;
-  }
-
-  // The tile at `slot` of an item, through its table. Slots outside what its tokens see get the row of zeros.
-  void find(const AttentionPlan& plan, const AttentionArgs& args, const WorkItem& item, int slot, const T* zero) {
-    const TokenTile& tile = plan.tiles[item.tile];
-    const int64_t head = item.kv_head;
-    const int block_size = plan.batch.block_size;
-    int s = 0;
-    for (; s < kTile && slot + s < tile.first_slot; ++s) set(s, zero, zero);
-    while (s < kTile && slot + s < tile.last_slot) {
-      const Slot from = physical_slot(tile.table, slot + s, block_size);
-      const T* k = at(args.k, from, head);
-      const T* v = at(args.v, from, head);
-      int run = static_cast<int>(block_size - from.offset);
-      if (run > kTile - s) run = kTile - s;
-      if (run > tile.last_slot - slot - s) run = tile.last_slot - slot - s;
-      for (int i = 0; i < run; ++i) rows[s + i] = k + i * args.k.slot_stride;
-      for (int i = 0; i < run; ++i) rows[kTile + s + i] = v + i * args.v.slot_stride;
-      if constexpr (Scaled)
-        for (int i = 0; i < run; i += i + 15 < run ? 15 : 1) {  // fetched now, read by load_scales
-          prefetch(scale_at(args.k, from, head, i));
-          prefetch(scale_at(args.v, from, head, i));
-        }
-      s += run;
-    }
-    for (; s < kTile; ++s) set(s, zero, zero);
-  }
-
-  static const T* at(const PoolView& pool, const Slot& from, int64_t head) {
-    return static_cast<const T*>(pool.data) + from.block * pool.block_stride + head * pool.head_stride +
-           from.offset * pool.slot_stride;
-  }
-  static const float* scale_at(const PoolView& pool, const Slot& from, int64_t head, int i) {
-    return pool.scales + from.block * pool.scale_block_stride + head * pool.scale_head_stride +
-           (from.offset + i) * pool.scale_slot_stride;
-  }
-  // Once the tile's turn has come: reading them in find would wait for memory.
-  void load_scales(const AttentionPlan& plan, const AttentionArgs& args, const WorkItem& item, int slot) {
-    if constexpr (Scaled) {
-      const TokenTile& tile = plan.tiles[item.tile];
-      const int64_t block_size = plan.batch.block_size;
-      const int begin = slot < tile.first_slot ? tile.first_slot - slot : 0;
-      const int end = tile.last_slot - slot < kTile ? tile.last_slot - slot : kTile;
-      Slot from = physical_slot(tile.table, slot + begin, block_size);
-      for (int s = begin; s < end; ++s) {
-        if (from.offset == block_size) from = physical_slot(tile.table, slot + s, block_size);
-        key_scale[s] = *scale_at(args.k, from, item.kv_head, 0);
-        value_scale[s] = *scale_at(args.v, from, item.kv_head, 0);
-        ++from.offset;
-      }
-    }
-  }
-  Ahead ahead(int D) const {
-    return {reinterpret_cast<const char* const*>(rows), reinterpret_cast<const char* const*>(rows + 2 * kTile),
-            static_cast<int>(D * sizeof(T)), 0};
-  }
-};
-
 template <class F, class T, bool Scaled>
 class ItemRunner {
+  using Rows = TileRows<T, Scaled>;
+
  public:
   ItemRunner(const AttentionPlan& plan, const AttentionArgs& args, const WorkItem& item, const WorkItem* next,
              void* memory)
       : plan_(plan), args_(args), item_(item), next_(next), tile_(plan.tiles[item.tile]), group_(plan.group()),
         D_(plan.batch.head_dim), columns_(round_up(D_, kLanes)), dwords_((D_ + F::kPerDword - 1) / F::kPerDword),
-        rows_(tile_.num_tokens * group_) {
+        rows_(tile_.num_tokens * group_), all_(rows_ * (item.last_head - item.first_head)),
+        strides_(Rows::strides_of(args, D_)) {
     Scratch scratch{static_cast<float*>(memory)};
     const int padded = round_up(D_, 16);
     keys_ = scratch.take(padded * kTile);
     values_ = scratch.take(kTile * padded);
     wide_ = scratch.take(kTile * padded);
-    query_ = scratch.take(int64_t{rows_} * padded);
-    out_ = scratch.take(int64_t{rows_} * padded);
-    merged_ = scratch.take(int64_t{rows_} * padded);
-    sums_ = scratch.take(int64_t{rows_} * kLanes);
-    max_ = scratch.take(rows_);
-    merged_max_ = scratch.take(rows_);
-    merged_sum_ = scratch.take(rows_);
-    low_ = reinterpret_cast<int32_t*>(scratch.take(rows_));
-    high_ = reinterpret_cast<int32_t*>(scratch.take(rows_));
+    query_ = scratch.take(int64_t{all_} * padded);
+    out_ = scratch.take(int64_t{all_} * padded);
+    merged_ = scratch.take(int64_t{all_} * padded);
+    sums_ = scratch.take(int64_t{all_} * kLanes);
+    max_ = scratch.take(all_);
+    merged_max_ = scratch.take(all_);
+    merged_sum_ = scratch.take(all_);
+    low_ = reinterpret_cast<int32_t*>(scratch.take(all_));
+    high_ = reinterpret_cast<int32_t*>(scratch.take(all_));
     zeros_ = scratch.take(kMaxHeadDim);
     scores_ = scratch.take(kBlockRows * kTile);
     weights_ = scratch.take(kBlockRows * kTile);
@@ -163,7 +98,7 @@ class ItemRunner {
     clear(merged_max_, merged_, merged_sum_, 1);
     for (int piece = item_.first_piece; piece < item_.last_piece; ++piece) {
       run_piece(piece);
-      for (int r = 0; r < rows_; ++r) {
+      for (int r = 0; r < all_; ++r) {
         const float sum = hsum(load(sums_ + r * kLanes));
         if (item_.whole)
           merge_state(merged_max_[r], merged_sum_[r], merged_ + r * columns_, max_[r], sum, out_ + r * columns_,
@@ -173,23 +108,22 @@ class ItemRunner {
       }
     }
     if (!item_.whole) return;
-    for (int r = 0; r < rows_; ++r)
+    for (int r = 0; r < all_; ++r)
       finish_row(args_, head(r), token(r), merged_max_[r], merged_sum_[r], merged_ + r * columns_, D_);
   }
 
  private:
-  using Rows = TileRows<T, Scaled>;
+  // The rows of the item: those of its first KV head, then those of the next; in a head token by token.
+  int token(int row) const { return plan_.tile_tokens[tile_.first + row % rows_ / group_]; }
+  int head(int row) const { return (item_.first_head + row / rows_) * group_ + row % group_; }
 
   int first_tile(const WorkItem& item) const {
     const int first = plan_.tiles[item.tile].first_slot, begin = item.first_piece * kPiece;
     return begin > first ? begin : first / kTile * kTile;
   }
 
-  int token(int row) const { return plan_.tile_tokens[tile_.first + row / group_]; }
-  int head(int row) const { return item_.kv_head * group_ + row % group_; }
-
   void load_rows() {
-    for (int r = 0; r < rows_; ++r) {
+    for (int r = 0; r < all_; ++r) {
       low_[r] = plan_.token_low[token(r)];
       high_[r] = plan_.token_high[token(r)];
       const int64_t at = token(r) * args_.q.token_stride + head(r) * args_.q.head_stride;
@@ -204,9 +138,9 @@ class ItemRunner {
   }
 
   void clear(float* max, float* out, float* sums, int lanes) {
-    for (int r = 0, rows = rows_; r < rows; ++r) max[r] = kNothing;
-    __builtin_memset(sums, 0, sizeof(float) * rows_ * lanes);
-    __builtin_memset(out, 0, sizeof(float) * rows_ * columns_);
+    for (int r = 0, rows = all_; r < rows; ++r) max[r] = kNothing;
+    __builtin_memset(sums, 0, sizeof(float) * all_ * lanes);
+    __builtin_memset(out, 0, sizeof(float) * all_ * columns_);
   }
 
   void run_piece(int piece) {
@@ -214,43 +148,49 @@ class ItemRunner {
     const int begin = piece * kPiece, end = begin + kPiece;
     for (int slot = begin; slot < end; slot += kTile) {
       if (slot + kTile <= tile_.first_slot || slot >= stop_) continue;
-      const T* zero = reinterpret_cast<const T*>(zeros_);
       Rows& at = found_[slot / kTile % 2];
-      Rows& following = found_[slot / kTile % 2 ^ 1];
-      if (ready_ != slot) at.find(plan_, args_, item_, slot, zero);
-      at.load_scales(plan_, args_, item_, slot);
-      ready_ = slot + kTile;
-      Ahead ahead;
-      if (ready_ < stop_) {
-        following.find(plan_, args_, item_, ready_, zero);
-        ahead = following.ahead(D_);
-      } else if (next_ != nullptr) {
-        following.find(plan_, args_, *next_, first_tile(*next_), zero);
-        ahead = following.ahead(D_);
-      }
-      F::pack_keys(at.rows, D_, round_up(D_, 16), keys_, wide_, ahead);
-      if constexpr (F::kDirectRows > 0)
-        if (rows_ <= F::kDirectRows) F::value_rows(at.rows + kTile, D_, wide_, value_rows_, ahead);
-      if (rows_ > F::kDirectRows) F::pack_values(at.rows + kTile, D_, columns_, values_, wide_, ahead);
-      const int blocks = (rows_ + kBlockRows - 1) / kBlockRows, step = (rows_ + blocks - 1) / blocks;
-      for (int row = 0; row < rows_; row += step) run_rows(slot, at, row, rows_ - row < step ? rows_ - row : step, ahead);
+      if (ready_ != slot) at.find(plan_, args_, item_, slot, zeros_);
+      fetch_after(slot);
+      for (int head = item_.first_head; head < item_.last_head; ++head) run_tile(slot, at, head);
     }
   }
 
+  // The tile after this one, of this item or the next, is found and fetched while this one is computed.
+  void fetch_after(int slot) {
+    Rows& following = found_[slot / kTile % 2 ^ 1];
+    ready_ = slot + kTile;
+    const bool more = ready_ < stop_;
+    if (!more && next_ == nullptr) return ahead_.end();
+    const WorkItem& item = more ? item_ : *next_;
+    following.find(plan_, args_, item, more ? ready_ : first_tile(item), zeros_);
+    ahead_.begin(following.spans, following.num_spans, item.last_head - item.first_head, strides_);
+  }
+
+  void run_tile(int slot, Rows& at, int head) {
+    at.point(strides_, head);
+    F::pack_keys(at.rows, D_, round_up(D_, 16), keys_, wide_, ahead_);
+    if constexpr (F::kDirectRows > 0)
+      if (rows_ <= F::kDirectRows) F::value_rows(at.rows + kTile, D_, wide_, value_rows_, ahead_);
+    if (rows_ > F::kDirectRows) F::pack_values(at.rows + kTile, D_, columns_, values_, wide_, ahead_);
+    const int blocks = (rows_ + kBlockRows - 1) / kBlockRows, step = (rows_ + blocks - 1) / blocks;
+    const int first = (head - item_.first_head) * rows_;
+    for (int row = 0; row < rows_; row += step) run_rows(slot, at, first + row, rows_ - row < step ? rows_ - row : step);
+  }
+
   // Rows [row, row + count) against the packed tile: scores, softmax step, weighted values.
-  void run_rows(int slot, const Rows& at, int row, int count, Ahead& ahead) {
+  void run_rows(int slot, const Rows& at, int row, int count) {
     float start[kBlockRows];
     multiply_rows<F>(count, query_ + row * dwords_, dwords_, keys_, kTile, scores_, kTile, nullptr, dwords_, kTile,
-                     ahead);
+                     ahead_);
     // in two rounds, so that the rows' chains overlap
     for (int r = 0; r < count; ++r) start[r] = finish_scores(slot, at, row + r, scores_ + r * kTile);
     for (int r = 0; r < count; ++r) start[r] = weigh_scores(at, row + r, start[r], scores_ + r * kTile, weights_ + r * kTile);
     if constexpr (F::kDirectRows > 0) {
       if (rows_ <= F::kDirectRows)
-        return F::weigh(count, value_rows_, D_, weights_, out_ + row * columns_, columns_, start, ahead);
+        return F::weigh(count, value_rows_, D_, weights_, out_ + row * columns_, columns_, start, ahead_);
     }
     multiply_rows<F>(count, weights_, kTile, values_, columns_, out_ + row * columns_, columns_, start,
-                     kTile / F::kPerDword, columns_, ahead);
+                     kTile / F::kPerDword, columns_, ahead_);
   }
 
   // Scales and masks a row's scores in place; returns the largest.
@@ -307,12 +247,15 @@ class ItemRunner {
   const WorkItem& item_;
   const WorkItem* next_;  // what this thread does after it, or nullptr
   const TokenTile& tile_;
-  const int group_, D_, columns_, dwords_, rows_;
+  const int group_, D_, columns_, dwords_;
+  const int rows_, all_;  // of one KV head, of all
+  const SpanStrides strides_;
   float *keys_, *values_, *wide_, *query_, *out_, *merged_, *sums_, *max_, *merged_max_, *merged_sum_;
   float *zeros_, *scores_, *weights_;
   int32_t *low_, *high_;
   int stop_, ready_ = -1;  // the end of this item's slots; the tile whose rows are found already
   Rows found_[2];
+  Ahead ahead_;
   const typename F::ValueRow* value_rows_[kTile];
 };
 

@@ -1,7 +1,8 @@
 // What the attention kernel is made of: 2^x, tanh, the formats that numbers are multiplied in, the register-blocked
-// product, and the prefetch that runs between its instructions. Over the vectors of one instruction set.
+// product. Over the vectors of one instruction set.
 #pragma once
 #include "attention.hpp"
+#include "attention_ahead.hpp"
 
 namespace pagedkv::PAGEDKV_NS {
 
@@ -41,27 +42,6 @@ static inline void widen_row(const T* from, int D, float* to, int padded) {
   for (; d < D; ++d) to[d] = widen(from[d]);
   for (; d < padded; ++d) to[d] = 0.0f;
 }
-
-// The rows of the next tile on their way to the second-level cache, a few at a time between the instructions of this
-// tile: a burst would fill the queue of misses and stall. (Into the first level it is half as fast: fewer misses may be
-// outstanding there.)
-struct Ahead {
-  const char* const* row = nullptr;
-  const char* const* end = nullptr;
-  int bytes = 0;
-  int offset = 0;
-
-  inline void step() {  // two lines
-    if (row == end) return;
-    const char* at = *row + offset;
-    prefetch(at);
-    if (bytes > 64) prefetch(at + 64);
-    offset += 128;
-    if (offset < bytes) return;
-    offset = 0;
-    ++row;
-  }
-};
 
 // Numbers as they are multiplied: one float in a dword.
 struct Floats {

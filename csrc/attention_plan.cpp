@@ -111,10 +111,8 @@ class Planner {
     }
   }
 
-  int32_t tokens_per_tile() const {
-    const int32_t rows = view_.head_dim > 128 ? kMaxRows / 2 : kMaxRows;
-    return std::max(rows / plan_.group(), 1);
-  }
+  int32_t rows_of_item() const { return view_.head_dim > 128 ? kMaxRows / 2 : kMaxRows; }
+  int32_t tokens_per_tile() const { return std::max(rows_of_item() / plan_.group(), 1); }
 
   void add_tile(const int32_t* table, const std::vector<int32_t>& tokens, int32_t first_slot, int32_t last_slot) {
     for (size_t begin = 0; begin < tokens.size(); begin += tokens_per_tile()) {
@@ -157,6 +155,14 @@ class Planner {
     plan_.num_partials += last_piece - first_piece;
   }
 
+  // KV heads that an item takes together: as its rows allow, and at most `wanted`, in equal shares.
+  int32_t heads_of_item(const TokenTile& tile, int64_t wanted) const {
+    const int64_t room = rows_of_item() / (tile.num_tokens * plan_.group());
+    const int64_t most = std::max<int64_t>(std::min(room, wanted), 1), heads = view_.num_kv_heads;
+    const int64_t shares = (heads + most - 1) / most;
+    return static_cast<int32_t>((heads + shares - 1) / shares);
+  }
+
   void add_items() {
     const auto cost_of_piece = [&](const TokenTile& tile) { return tile.num_tokens * plan_.group() + kTileCost; };
     const auto last_piece = [](const TokenTile& tile) { return pieces_up_to(tile.last_slot); };
@@ -176,12 +182,14 @@ class Planner {
       const bool whole = !shared && !is_split_[index] && (last - first <= 1 || (last - first) * piece_cost <= limit);
       if (!whole && !shared && !is_split_[index])
         for (int32_t i = 0; i < tile.num_tokens; ++i) split(plan_.tile_tokens[tile.first + i], first, last);
-      const int32_t step = whole ? std::max(last - first, 1) : static_cast<int32_t>(std::max<int64_t>(limit / piece_cost, 1));
-      for (int32_t head = 0; head < view_.num_kv_heads; ++head)
+      const int32_t heads = heads_of_item(tile, limit / (piece_cost * (whole ? std::max(last - first, 1) : 1)));
+      const int32_t step = whole ? std::max(last - first, 1)
+                                 : static_cast<int32_t>(std::max<int64_t>(limit / (piece_cost * heads), 1));
+      for (int32_t head = 0; head < view_.num_kv_heads; head += heads)
         for (int32_t piece = first; piece < std::max(last, first + 1); piece += step) {
-          const int32_t stop = std::min(piece + step, last);
-          costed.push_back({(stop - piece) * piece_cost,
-                            {static_cast<int32_t>(index), head, piece, std::max(stop, piece), whole}});
+          const int32_t stop = std::min(piece + step, last), last_head = std::min(head + heads, view_.num_kv_heads);
+          costed.push_back({(stop - piece) * (last_head - head) * piece_cost,
+                            {static_cast<int32_t>(index), head, last_head, piece, std::max(stop, piece), whole}});
         }
     }
     std::stable_sort(costed.begin(), costed.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
