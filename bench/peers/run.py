@@ -127,6 +127,22 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
+def machine() -> dict[str, Any]:
+    """Where and when figures were taken, and of which commit."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")]
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": names[0] if names else platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip(),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
@@ -159,16 +175,7 @@ def main() -> None:
                     key = "decode_tok_s" if "decode_tok_s" in result else "makespan_s"
                     print(f"round {round_} {peer.name} {workload}: {key} {result[key]:.2f}", file=sys.stderr)
     results = {key: medians(found) for key, found in runs.items()}
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    record = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "commit": commit.stdout.strip(),
-        "results": results,
-    }
+    record = {**machine(), "results": results}
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(record, indent=1) + "\n")
