@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedkv.cache.manager import KVCacheManager
-from pagedkv.cache.native_keys import native_chain
+from pagedkv.cache.native import extension
 from pagedkv.cache.prefix import PrefixCache
 
 LENGTHS = (8_192, 32_768, 131_072)
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    chain = "native" if native_chain() is not None else "hashlib"
+    chain = "native" if extension is not None else "hashlib"
     print(f"block {options.block_size}, keys by {chain}, medians of {options.rounds} rounds (ms)")
     rows = [measure(length, options.block_size, options.rounds) for length in LENGTHS]
     for row in rows:

@@ -44,7 +44,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "torch": ("*", "!cache/*", "cache/pool.py", "cache/paged.py", "!engine/scheduler.py", "!engine/request.py"),
     "triton": ("attention/triton_*.py",),
     "pagedkv._native": ("attention/native*.py", "model/native*.py", "model/linear*.py"),
-    "pagedkv._keys": ("cache/native_keys.py",),
+    "pagedkv._cache": ("cache/native.py",),
     "fastapi": ("server/*",),
     "starlette": ("server/*",),
     "uvicorn": ("server/*",),

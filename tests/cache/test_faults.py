@@ -6,6 +6,7 @@ import random
 from collections.abc import Hashable
 
 import pytest
+from python_loops import loops_in_python
 
 from pagedkv.cache.keys import KeyScope
 from pagedkv.cache.manager import KVCacheManager
@@ -347,5 +348,6 @@ def test_b49_eviction_looks_at_each_evicted_block_once() -> None:
         bench.cache.remember(i, [i] * 256)
         bench.manager.free(i)
     bench.cache.index.blocks = Counted(bench.cache.index.blocks)
-    assert bench.cache.evict(10) == 10
+    with loops_in_python():  # the native loop deletes without asking the dictionary's class
+        assert bench.cache.evict(10) == 10
     assert Counted.deleted == 10

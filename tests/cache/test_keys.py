@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from pagedkv.cache.keys import KeyChain, KeyScope, MediaSpan, chain_in_python, decode_tokens, encode_tokens
-from pagedkv.cache.native_keys import native_chain
+from pagedkv.cache.keys import KeyChain, KeyScope, MediaSpan, decode_tokens, encode_tokens
+from pagedkv.cache.native import IN_PYTHON, extension
 from pagedkv.errors import InvalidRequest
 
 
@@ -154,7 +154,7 @@ def test_keys_cost_one_hash_of_one_block_each(monkeypatch: pytest.MonkeyPatch) -
         return real(message)
 
     monkeypatch.setattr(module, "sha256", counted)
-    monkeypatch.setattr(module, "chain_blocks", module.chain_in_python)
+    monkeypatch.setattr(module, "chain_blocks", IN_PYTHON["chain_blocks"])
     chain = KeyChain(16)
     del sizes[:]
     chain.extend(range(32_768))
@@ -164,9 +164,9 @@ def test_keys_cost_one_hash_of_one_block_each(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64, 256])
 def test_the_native_chain_is_the_chain(block_size: int) -> None:
-    chain = native_chain()
-    if chain is None:
+    if extension is None:
         pytest.skip("the native extension is not built (PAGEDKV_NATIVE=0)")
+    chain, chain_in_python = extension.chain_blocks, IN_PYTHON["chain_blocks"]
     data = encode_tokens([(i * 2654435761) % 2**32 for i in range(block_size * 7)])
     parent = KeyScope(model="m").root(block_size)
     assert chain(parent, data, 4 * block_size) == chain_in_python(parent, data, 4 * block_size)
@@ -179,7 +179,7 @@ def test_the_native_chain_is_the_chain(block_size: int) -> None:
 
 @pytest.mark.parametrize("portable", [False, True])
 def test_the_native_digest_is_sha256(portable: bool) -> None:
-    module = pytest.importorskip("pagedkv._keys", reason="the native extension is not built (PAGEDKV_NATIVE=0)")
+    module = pytest.importorskip("pagedkv._cache", reason="the native extension is not built (PAGEDKV_NATIVE=0)")
     for size in [*range(200), 1000]:
         message = bytes(i * 31 % 256 for i in range(size))
         assert module.digest(message, portable) == hashlib.sha256(message).digest()

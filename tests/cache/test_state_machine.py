@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from python_loops import loops_in_python
 
 from pagedkv.cache import index as index_module
 from pagedkv.cache import keys as keys_module
@@ -23,6 +24,7 @@ from pagedkv.cache import prefix as prefix_module
 from pagedkv.cache.index import BlockIndex
 from pagedkv.cache.keys import KeyScope
 from pagedkv.cache.manager import BlockCopy, KVCacheManager
+from pagedkv.cache.native import IN_PYTHON, extension
 from pagedkv.cache.prefix import PrefixCache
 from pagedkv.cache.slots import physical_slot
 from pagedkv.errors import BlockStateError, InvalidRequest, OutOfBlocks, SequenceExists, UnknownSequence
@@ -327,13 +329,19 @@ CacheMachine.TestCase.settings = settings(COMMON, max_examples=60, stateful_step
 TestCacheMachine = CacheMachine.TestCase
 
 
+@pytest.mark.skipif(extension is None, reason="the machine above ran in Python already")
+def test_the_machine_holds_without_the_native_loops() -> None:
+    with loops_in_python():
+        run_state_machine_as_test(CacheMachine, settings=settings(COMMON, max_examples=40, stateful_step_count=30))
+
+
 def test_b11_a_colliding_hash_never_gives_a_wrong_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a digest of 2 bits nearly every key is taken: hits may be missed, never wrong."""
 
     class WeakHash(CacheMachine):
         strong_hash = False
 
-    monkeypatch.setattr(keys_module, "chain_blocks", keys_module.chain_in_python)
+    monkeypatch.setattr(keys_module, "chain_blocks", IN_PYTHON["chain_blocks"])
     monkeypatch.setattr(keys_module, "sha256", lambda message: bytes([hashlib.sha256(message).digest()[0] & 3]))
     run_state_machine_as_test(WeakHash, settings=settings(COMMON, max_examples=40, stateful_step_count=30))
 

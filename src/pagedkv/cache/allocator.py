@@ -10,10 +10,76 @@ Cost:    O(1) per block named in a call. Making an allocator of n blocks is one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
+from pagedkv.cache.native import native
 from pagedkv.errors import BlockStateError, InvalidRequest, OutOfBlocks
+
+
+@native
+def add_owner(refs: list[int], cached: bytearray, blocks: list[int]) -> tuple[int, list[int]]:
+    """One more owner for each block, up to the first that is free or does not exist.
+
+    Returns (blocks done, those of them that only the prefix cache held).
+    """
+    was_idle: list[int] = []
+    for done, block in enumerate(blocks):
+        if not 0 <= block < len(refs) or refs[block] == 0:
+            return done, was_idle
+        if refs[block] == 1 and cached[block]:
+            was_idle.append(block)
+        refs[block] += 1
+    return len(blocks), was_idle
+
+
+@native
+def drop_owner(refs: list[int], cached: bytearray, blocks: list[int]) -> tuple[int, list[int], list[int]]:
+    """One owner less for each block, up to the first without an owner other than the prefix cache.
+
+    Returns (blocks done, those of them that nobody holds now, those that only the cache holds).
+    """
+    freed: list[int] = []
+    idle: list[int] = []
+    for done, block in enumerate(blocks):
+        if not 0 <= block < len(refs) or refs[block] == cached[block]:
+            return done, freed, idle
+        refs[block] -= 1
+        if refs[block] == 0:
+            freed.append(block)
+        elif refs[block] == 1 and cached[block]:
+            idle.append(block)
+    return len(blocks), freed, idle
+
+
+@native
+def add_cache(refs: list[int], cached: bytearray, blocks: list[int]) -> int:
+    """The prefix cache becomes an owner of each block, up to the first that is cached, free or does not exist.
+
+    Returns the blocks done.
+    """
+    for done, block in enumerate(blocks):
+        if not 0 <= block < len(refs) or refs[block] == 0 or cached[block]:
+            return done
+        refs[block] += 1
+        cached[block] = 1
+    return len(blocks)
+
+
+@native
+def drop_cache(refs: list[int], cached: bytearray, blocks: list[int]) -> tuple[int, list[int]]:
+    """The prefix cache gives up each block, up to the first that is not cached or does not exist.
+
+    Returns (blocks done, those of them that nobody holds now).
+    """
+    freed: list[int] = []
+    for done, block in enumerate(blocks):
+        if not 0 <= block < len(refs) or not cached[block]:
+            return done, freed
+        refs[block] -= 1
+        cached[block] = 0
+        if refs[block] == 0:
+            freed.append(block)
+    return len(blocks), freed
 
 
 class BlockListener(Protocol):
@@ -25,10 +91,10 @@ class BlockListener(Protocol):
     def busy(self, block: int) -> None:
         """Somebody else holds ``block`` again."""
 
-    def idle_many(self, blocks: Sequence[int]) -> None:
+    def idle_many(self, blocks: list[int]) -> None:
         """``idle`` of each, in order."""
 
-    def busy_many(self, blocks: Sequence[int]) -> None:
+    def busy_many(self, blocks: list[int]) -> None:
         """``busy`` of each, in order."""
 
     def __len__(self) -> int:
@@ -92,100 +158,73 @@ class BlockAllocator:
 
     def share(self, block: int) -> None:
         """One more owner of a block that is not free."""
-        self.share_many((block,))
+        self.share_many([block])
 
-    def share_many(self, blocks: Sequence[int]) -> None:
+    def share_many(self, blocks: list[int]) -> None:
         """One more owner for each block. A free block or an unknown id raises BlockStateError, nothing changed."""
-        refs, cached = self.refs, self.cached
-        self._must_exist(blocks)
-        if 0 in map(refs.__getitem__, blocks):
-            raise BlockStateError(f"cannot share block {next(b for b in blocks if refs[b] == 0)}: it is free")
-        busy: list[int] = []
-        for block in blocks:
-            count = refs[block]
-            refs[block] = count + 1
-            if count == 1 and cached[block]:
-                busy.append(block)
+        done, busy = add_owner(self.refs, self.cached, blocks)
+        if done < len(blocks):
+            for block in blocks[:done]:
+                self.refs[block] -= 1
+            self._must_exist(blocks[done])
+            raise BlockStateError(f"cannot share block {blocks[done]}: it is free")
         if busy and self.listener is not None:
             self.listener.busy_many(busy)
 
     def release(self, block: int) -> None:
         """One owner less; at zero the block is free. A free block raises BlockStateError (a RuntimeError)."""
-        self.release_many((block,))
+        self.release_many([block])
 
-    def release_many(self, blocks: Sequence[int]) -> None:
+    def release_many(self, blocks: list[int]) -> None:
         """One owner less for each block, in the order given; an id named twice loses two.
 
         Raises BlockStateError, with nothing changed, if any count would fall below zero, or if the reference
         that would go is the cache's own (that one leaves by ``uncache``).
         """
-        refs, cached = self.refs, self.cached
-        self._must_exist(blocks)
-        freed: list[int] = []
-        idle: list[int] = []
-        walk = iter(blocks)
-        for block in walk:
-            left = refs[block] - 1
-            refs[block] = left
-            if left > 1:
-                continue
-            if left == 1:
-                if cached[block]:
-                    idle.append(block)
-            elif left == 0 and not cached[block]:
-                freed.append(block)
-            else:
-                for released in blocks[: len(blocks) - len(list(walk))]:
-                    refs[released] += 1
-                owner = "only the prefix cache holds it" if cached[block] else "it is free"
-                raise BlockStateError(f"cannot release block {block}: {owner}")
+        done, freed, idle = drop_owner(self.refs, self.cached, blocks)
+        if done < len(blocks):
+            for block in blocks[:done]:
+                self.refs[block] += 1
+            self._must_exist(blocks[done])
+            owner = "only the prefix cache holds it" if self.cached[blocks[done]] else "it is free"
+            raise BlockStateError(f"cannot release block {blocks[done]}: {owner}")
         self._returned += freed
         if idle and self.listener is not None:
             self.listener.idle_many(idle)
 
-    def cache_many(self, blocks: Sequence[int]) -> None:
+    def cache_many(self, blocks: list[int]) -> None:
         """The prefix cache becomes one more owner of each block; all are in use and not cached."""
-        refs, cached = self.refs, self.cached
-        self._must_exist(blocks)
-        for index, block in enumerate(blocks):
-            if cached[block] or refs[block] == 0:
-                self.uncache_many(blocks[:index])
-                raise BlockStateError(f"cannot cache block {block}: it is {'cached' if cached[block] else 'free'}")
-            refs[block] += 1
-            cached[block] = 1
+        done = add_cache(self.refs, self.cached, blocks)
+        if done < len(blocks):
+            drop_cache(self.refs, self.cached, blocks[:done])
+            self._must_exist(blocks[done])
+            state = "cached" if self.cached[blocks[done]] else "free"
+            raise BlockStateError(f"cannot cache block {blocks[done]}: it is {state}")
 
-    def uncache_many(self, blocks: Sequence[int]) -> int:
+    def uncache_many(self, blocks: list[int]) -> int:
         """The prefix cache gives up its references; returns how many blocks that freed. The listener is not told."""
-        refs, cached = self.refs, self.cached
-        self._must_exist(blocks)
-        freed: list[int] = []
-        for index, block in enumerate(blocks):
-            if not cached[block]:
-                for earlier in blocks[:index]:
-                    refs[earlier] += 1
-                    cached[earlier] = 1
-                raise BlockStateError(f"cannot uncache block {block}: it is not cached")
-            cached[block] = 0
-            left = refs[block] - 1
-            refs[block] = left
-            if left == 0:
-                freed.append(block)
+        done, freed = drop_cache(self.refs, self.cached, blocks)
+        if done < len(blocks):
+            for block in blocks[:done]:
+                self.refs[block] += 1
+                self.cached[block] = 1
+            self._must_exist(blocks[done])
+            raise BlockStateError(f"cannot uncache block {blocks[done]}: it is not cached")
         self._returned += freed
         return len(freed)
 
     def cache(self, block: int) -> None:
         """``cache_many`` of one block."""
-        self.cache_many((block,))
+        self.cache_many([block])
 
     def uncache(self, block: int) -> bool:
         """``uncache_many`` of one block: whether that freed it."""
-        return self.uncache_many((block,)) == 1
+        return self.uncache_many([block]) == 1
 
     def free_blocks(self) -> list[int]:
         """The ids of all free blocks, for checks; O(num_blocks)."""
         return [*self._returned, *range(self._untouched, self.num_blocks)]
 
-    def _must_exist(self, blocks: Sequence[int]) -> None:
-        if blocks and not 0 <= min(blocks) <= max(blocks) < self.num_blocks:
-            bad = next(block for block in blocks if not 0 <= block < self.num_blocks)
-            raise BlockStateError(f"block {bad} does not exist; the pool has blocks 0 to {self.num_blocks - 1}")
+    def _must_exist(self, block: int) -> None:
+        if not 0 <= block < self.num_blocks:
+            raise BlockStateError(f"block {block} does not exist; the pool has blocks 0 to {self.num_blocks - 1}")

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+
+from pagedkv.cache.native import native
 
 
 class EvictionPolicy(ABC):
@@ -55,17 +56,17 @@ class EvictionPolicy(ABC):
     def __contains__(self, block: object) -> bool:
         """Whether ``block`` is idle."""
 
-    def idle_many(self, blocks: Sequence[int]) -> None:
+    def idle_many(self, blocks: list[int]) -> None:
         """``idle`` of each, in order."""
         for block in blocks:
             self.idle(block)
 
-    def busy_many(self, blocks: Sequence[int]) -> None:
+    def busy_many(self, blocks: list[int]) -> None:
         """``busy`` of each, in order."""
         for block in blocks:
             self.busy(block)
 
-    def publish_many(self, blocks: Sequence[int], parent: int) -> None:
+    def publish_many(self, blocks: list[int], parent: int) -> None:
         """``publish`` of a run in which each block continues the one before it, the first one ``parent``."""
         for block in blocks:
             self.publish(block, parent)
@@ -82,10 +83,30 @@ class _Run:
 
     __slots__ = ("blocks", "since", "start")
 
-    def __init__(self, blocks: Sequence[int], since: float) -> None:
+    def __init__(self, blocks: list[int], since: float) -> None:
         self.blocks = blocks
         self.since = since
         self.start = 0
+
+
+@native
+def stand_in(run_of: dict[int, _Run], run: _Run, blocks: list[int]) -> None:
+    """``run`` becomes the run of each block."""
+    for block in blocks:
+        run_of[block] = run
+
+
+@native
+def step_out(run_of: dict[int, _Run], blocks: list[int]) -> None:
+    """No block of these is in a run any more."""
+    for block in blocks:
+        del run_of[block]
+
+
+@native
+def still_in(run_of: dict[int, _Run], run: _Run, places: list[int]) -> list[int]:
+    """Those of ``places`` whose block did not leave ``run`` since it was put there."""
+    return [block for block in places if run_of.get(block) is run]
 
 
 class LRU(EvictionPolicy):
@@ -104,14 +125,12 @@ class LRU(EvictionPolicy):
         self._num_places = 0  # in all runs, stale ones included
 
     def idle(self, block: int) -> None:
-        self.idle_many((block,))
+        self.idle_many([block])
 
-    def idle_many(self, blocks: Sequence[int]) -> None:
+    def idle_many(self, blocks: list[int]) -> None:
         run = _Run(blocks, self.now)
         self._runs.append(run)
-        run_of = self._run_of
-        for block in blocks:  # a third faster than ``update`` from ``dict.fromkeys``
-            run_of[block] = run
+        stand_in(self._run_of, run, blocks)
         self._num_places += len(blocks)
         if self._num_places > 2 * len(self._run_of) + 1024:
             self._sweep()
@@ -119,15 +138,13 @@ class LRU(EvictionPolicy):
     def busy(self, block: int) -> None:
         del self._run_of[block]
 
-    def busy_many(self, blocks: Sequence[int]) -> None:
-        run_of = self._run_of
-        for block in blocks:
-            del run_of[block]
+    def busy_many(self, blocks: list[int]) -> None:
+        step_out(self._run_of, blocks)
 
     def publish(self, block: int, parent: int) -> None:
         """Nothing to note: the order needs no history."""
 
-    def publish_many(self, blocks: Sequence[int], parent: int) -> None:
+    def publish_many(self, blocks: list[int], parent: int) -> None:
         """Nothing to note."""
 
     def pop(self) -> tuple[int, float]:
@@ -143,9 +160,8 @@ class LRU(EvictionPolicy):
         while len(blocks) < n:
             run = runs[0]
             places = run.blocks[run.start : run.start + n - len(blocks)]
-            leaving = [block for block in places if run_of.get(block) is run]
-            for block in leaving:
-                del run_of[block]
+            leaving = still_in(run_of, run, places)
+            step_out(run_of, leaving)
             blocks += leaving
             since += [run.since] * len(leaving)
             run.start += len(places)
@@ -160,15 +176,14 @@ class LRU(EvictionPolicy):
         self._num_places = 0
 
     def idle_blocks(self) -> list[tuple[int, float]]:
-        run_of = self._run_of
         return [
-            (block, run.since) for run in self._runs for block in run.blocks[run.start :] if run_of.get(block) is run
+            (block, run.since) for run in self._runs for block in still_in(self._run_of, run, run.blocks[run.start :])
         ]
 
     def _sweep(self) -> None:
         kept: deque[_Run] = deque()
         for run in self._runs:
-            run.blocks = [block for block in run.blocks[run.start :] if self._run_of.get(block) is run]
+            run.blocks = still_in(self._run_of, run, run.blocks[run.start :])
             run.start = 0
             if run.blocks:
                 kept.append(run)

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise, zip_longest
+from typing import Any
 
 from pagedkv.cache.children import ChildIndex
 from pagedkv.cache.keys import KeyChain, KeyScope, MediaSpan, block_key
+from pagedkv.cache.native import native
 from pagedkv.errors import BlockStateError
 
 
@@ -23,6 +25,77 @@ def num_common_tokens(a: bytes, b: bytes) -> int:
     size = min(len(a), len(b))
     different = int.from_bytes(a[:size], "little") ^ int.from_bytes(b[:size], "little")
     return size // 4 if different == 0 else ((different & -different).bit_length() - 1) // 32
+
+
+@native
+def follow(
+    by_key: dict[bytes, int],
+    parents: list[int],
+    tokens: list[bytes],
+    keys: list[bytes],
+    chunks: list[bytes],
+    node: int,
+    most: int,
+) -> list[int]:
+    """The blocks under the first ``most`` of ``keys``, each after the one before and with the tokens of its chunk."""
+    found: list[int] = []
+    for key, chunk in zip(keys[:most], chunks, strict=False):
+        block = by_key.get(key)
+        if block is None or parents[block] != node or tokens[block] != chunk:
+            break
+        found.append(block)
+        node = block
+    return found
+
+
+@native
+def link_blocks(
+    keys: list[bytes | None],
+    tokens: list[bytes],
+    parents: list[int],
+    child_of: list[Any],
+    blocks: list[int],
+    run_keys: list[bytes],
+    chunks: list[bytes],
+    parent: int,
+) -> None:
+    """Notes a run of blocks: the first stands after ``parent``, each of the others alone after the one before."""
+    for block, key, chunk in zip(blocks, run_keys, chunks, strict=False):
+        keys[block] = key
+        tokens[block] = chunk
+        parents[block] = parent
+        parent = block
+    for block, child in pairwise(blocks):
+        child_of[block] = child
+
+
+@native
+def unlink_blocks(
+    by_key: dict[bytes, int],
+    keys: list[bytes | None],
+    tokens: list[bytes],
+    parents: list[int],
+    child_of: list[Any],
+    hits: dict[int, int],
+    blocks: list[int],
+    start: int,
+    gone: list[bytes],
+) -> int:
+    """Takes out ``blocks[start:]`` and adds their keys to ``gone``, up to the first that is not a plain case.
+
+    Plain: cached, not continued, the only child of a block, with no hits of its own. Returns where it stopped.
+    """
+    for index in range(start, len(blocks)):
+        block = blocks[index]
+        key, node = keys[block], parents[block]
+        if key is None or node < 0 or child_of[block] is not None or child_of[node] != block or block in hits:
+            return index
+        gone.append(key)
+        del by_key[key]
+        keys[block] = None
+        tokens[block] = b""
+        child_of[node] = None
+    return len(blocks)
 
 
 class BlockIndex:
@@ -53,17 +126,10 @@ class BlockIndex:
 
     def find(self, chain: KeyChain, most: int) -> list[int]:
         """The cached blocks of the first full blocks of a chain, at most ``most`` of them."""
-        hits: list[int] = []
         node = self._roots.get(chain.scope)
         if node is None:
-            return hits
-        get, parents, tokens = self.blocks.get, self.parents, self.tokens
-        for key, chunk in zip(chain.keys[:most], chain.chunks, strict=False):
-            block = get(key)
-            if block is None or parents[block] != node or tokens[block] != chunk:
-                break
-            hits.append(block)
-            node = block
+            return []
+        hits = follow(self.blocks, self.parents, self.tokens, chain.keys, chain.chunks, node, most)
         if chain.media or self._media:
             for index, block in enumerate(hits):
                 if self._media.get(block) != chain.media.get(index):
@@ -107,54 +173,35 @@ class BlockIndex:
         """Roots under which something is cached, the newest scope first."""
         return list(reversed(self._scopes))
 
-    def add(self, blocks: Sequence[int], node: int | None, chain: KeyChain, start: int) -> tuple[int, int]:
+    def add(self, blocks: list[int], node: int | None, chain: KeyChain, start: int) -> tuple[int, int]:
         """``blocks`` hold blocks ``start``, ``start + 1``, ... of the chain, the first after ``node`` (None: the root).
 
         The first one's key must be free, so nothing cached continues it; where two digests collide further on, the
         run is cut short before the second. Returns (the first one's parent, blocks added).
         """
-        parent = previous = self._open_root(chain.scope) if node is None else node
+        parent = self._open_root(chain.scope) if node is None else node
         run_keys, chunks = chain.keys[start : start + len(blocks)], chain.chunks[start : start + len(blocks)]
         blocks = blocks[: self._take(run_keys, blocks)]
-        keys, tokens, parents, child_of = self.keys, self.tokens, self.parents, self.children.of_block
-        for block, key, chunk in zip(blocks, run_keys, chunks, strict=False):
-            keys[block] = key
-            tokens[block] = chunk
-            parents[block] = previous
-            previous = block
-        for block, child in pairwise(blocks):
-            child_of[block] = child  # its only one: it was cached this very moment
+        link_blocks(self.keys, self.tokens, self.parents, self.children.of_block, blocks, run_keys, chunks, parent)
         self.children.add(parent, blocks[0])
         for index in chain.media:
             if start <= index < start + len(blocks):
                 self._media[blocks[index - start]] = chain.media[index]
         return parent, len(blocks)
 
-    def remove(self, blocks: Sequence[int]) -> list[bytes]:
+    def remove(self, blocks: list[int]) -> list[bytes]:
         """``blocks`` leave, in this order; none is continued by a cached block when its turn comes. Returns their keys.
 
         Raises BlockStateError at the first that is not cached or still continued; those before it have left.
         """
         gone: list[bytes] = []
-        by_key, keys, tokens, parents = self.blocks, self.keys, self.tokens, self.parents
-        child_of, hits, media = self.children.of_block, self.hits, self._media
-        for block in blocks:
-            key, node = keys[block], parents[block]
-            if key is None or child_of[block] is not None:
-                state = "not cached" if key is None else "continued by other cached blocks"
-                raise BlockStateError(f"cannot remove block {block} from the index: it is {state}")
-            if node >= 0 and child_of[node] == block:
-                child_of[node] = None
-            elif self.children.remove(node, block) and node < 0:
-                del self._roots[self._scopes.pop(node)]
-            del by_key[key]
-            keys[block] = None
-            tokens[block] = b""
-            gone.append(key)
-            if block in hits:
-                self._move_hits(block, node)
-            if block in media:
-                del media[block]
+        while len(gone) < len(blocks):
+            places = self.blocks, self.keys, self.tokens, self.parents, self.children.of_block, self.hits
+            stopped = unlink_blocks(*places, blocks, len(gone), gone)
+            if stopped < len(blocks):
+                gone.append(self._remove_one(blocks[stopped]))
+        for block in self._media.keys() & set(blocks) if self._media else ():
+            del self._media[block]
         return gone
 
     def clear(self) -> list[int]:
@@ -186,6 +233,21 @@ class BlockIndex:
         if continued != {block: self.parents[block] for block in self.blocks.values()}:
             raise BlockStateError("children and parents disagree")
 
+    def _remove_one(self, block: int) -> bytes:
+        """``block`` leaves, whatever stands around it. Returns its key."""
+        key, node = self.keys[block], self.parents[block]
+        if key is None or self.children.has_any(block):
+            state = "not cached" if key is None else "continued by other cached blocks"
+            raise BlockStateError(f"cannot remove block {block} from the index: it is {state}")
+        if self.children.remove(node, block) and node < 0:
+            del self._roots[self._scopes.pop(node)]
+        del self.blocks[key]
+        self.keys[block], self.tokens[block] = None, b""
+        hits = self.hits.pop(block, 0)
+        if hits and node >= 0:
+            self.hits[node] = self.hits.get(node, 0) + hits
+        return key
+
     def _take(self, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
         """Gives each block its key, up to the first key that is taken already; returns how many got theirs."""
         own, before = self.blocks, len(self.blocks)
@@ -207,11 +269,6 @@ class BlockIndex:
         self._roots[scope] = node
         self._scopes[node] = scope
         return node
-
-    def _move_hits(self, block: int, node: int) -> None:
-        hits = self.hits.pop(block)
-        if node >= 0:
-            self.hits[node] = self.hits.get(node, 0) + hits
 
     def _same_media(self, block: int, chain: KeyChain, index: int) -> int:
         """Tokens of ``block`` before the first placeholder whose media differ from the chain's."""

@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-from pagedkv.cache.native_keys import native_chain
+from pagedkv.cache.native import native
 from pagedkv.errors import InvalidRequest
 
 _TOKEN_BYTES = 4
@@ -97,21 +97,34 @@ class MediaSpan:
         return _part(b"O", place) + _part(b"K", self.kind.encode()) + _part(b"D", self.digest)
 
 
+@native
+def pack_tokens(tokens: list[int]) -> bytes | None:
+    """The ids as 32-bit little-endian, 4 bytes each; None where one of them is no integer from 0 to 2**32 - 1."""
+    try:
+        packed = array("I", tokens)
+    except (OverflowError, TypeError):
+        return None
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
 def encode_tokens(tokens: Sequence[int]) -> bytes:
     """Token ids as 32-bit little-endian, 4 bytes each. An id outside 0 .. 2**32 - 1 is an InvalidRequest."""
-    try:
-        encoded = array("I", tokens)
-    except (OverflowError, TypeError) as error:
-        for position, token in enumerate(tokens):
-            if isinstance(token, bool) or not hasattr(token, "__index__") or not 0 <= token.__index__() < 2**32:
-                raise InvalidRequest(
-                    f"token {token!r} at position {position} is not a token id (an integer from 0 to 2**32 - 1)",
-                    field="prompt",
-                ) from error
-        raise
-    if sys.byteorder == "big":
-        encoded.byteswap()
-    return encoded.tobytes()
+    if isinstance(tokens, array) and tokens.typecode == "I" and sys.byteorder == "little":
+        return tokens.tobytes()
+    given = tokens if isinstance(tokens, list) else list(tokens)
+    packed = pack_tokens(given)
+    if packed is not None:
+        return packed
+    position, token = next(
+        (position, token)
+        for position, token in enumerate(given)
+        if not hasattr(token, "__index__") or not 0 <= token.__index__() < 2**32
+    )
+    raise InvalidRequest(
+        f"token {token!r} at position {position} is not a token id (an integer from 0 to 2**32 - 1)", field="prompt"
+    )
 
 
 def decode_tokens(encoded: bytes) -> tuple[int, ...]:
@@ -128,7 +141,8 @@ def block_key(parent: bytes, chunk: bytes, media: Sequence[MediaSpan] = ()) -> b
     return sha256(_part(b"P", parent) + _part(b"T", chunk) + b"".join(span.encode(block_size) for span in media))
 
 
-def chain_in_python(parent: bytes, data: bytes, width: int) -> tuple[list[bytes], list[bytes]]:
+@native
+def chain_blocks(parent: bytes, data: bytes, width: int) -> tuple[list[bytes], list[bytes]]:
     """The keys of the full blocks of ``width`` bytes in ``data`` after the key ``parent``, and those blocks."""
     chunks = [data[start : start + width] for start in range(0, len(data) // width * width, width)]
     # block_key with everything that does not change from block to block taken out of the loop
@@ -138,9 +152,6 @@ def chain_in_python(parent: bytes, data: bytes, width: int) -> tuple[list[bytes]
         parent = digest(join((before, parent, between, chunk)))
         keys.append(parent)
     return keys, chunks
-
-
-chain_blocks = native_chain() or chain_in_python  # the same digests, a test compares them
 
 
 class KeyChain:

@@ -13,7 +13,7 @@ Cost:    O(1) per block touched. ``reserve`` for one more token of a sequence to
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
 from pagedkv.cache.allocator import BlockAllocator
@@ -73,7 +73,7 @@ class KVCacheManager:
         self.tables[seq] = []
         self.lengths[seq] = 0
 
-    def adopt(self, seq: Hashable, blocks: Sequence[int], length: int) -> None:
+    def adopt(self, seq: Hashable, blocks: list[int], length: int) -> None:
         """A sequence whose first ``length`` tokens lie in ``blocks``, which others hold already."""
         self._must_be_new(seq)
         self.allocator.share_many(blocks)
