@@ -19,6 +19,7 @@ from torch import Tensor
 from pagedkv.attention.batch import AttentionBatch
 from pagedkv.cache.keys import KeyScope
 from pagedkv.cache.manager import BlockCopy, KVCacheManager
+from pagedkv.cache.policies import make_policy
 from pagedkv.cache.prefix import PrefixCache
 from pagedkv.config import SchedulerConfig
 from pagedkv.engine.engine import Engine
@@ -171,6 +172,7 @@ def make_engine(
     block_size: int = 4,
     *,
     prefix: bool = True,
+    eviction_policy: str = "lru",
     max_model_len: int | None = None,
     eos_ids: Seq[int] = (),
     **scheduler: object,
@@ -180,7 +182,7 @@ def make_engine(
     config = SchedulerConfig(**options)  # type: ignore[arg-type]
     manager = KVCacheManager(num_blocks, block_size)
     scope = KeyScope(model="fake")
-    cache = PrefixCache(manager, scope) if prefix else None
+    cache = PrefixCache(manager, scope, policy=make_policy(eviction_policy)) if prefix else None
     model, pool = FakeModel(manager), FakePool(num_blocks, block_size)
     capacity = num_blocks * block_size
     limits = Limits(VOCAB, min(max_model_len or capacity, 10**6), capacity)

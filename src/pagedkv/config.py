@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict, get_args
 from pagedkv.errors import InvalidRequest
 
 SchedulingPolicy = Literal["lpm", "fcfs", "priority"]
+EvictionPolicyName = Literal["lru", "slru", "lfu", "gdsf", "queue-aware"]  # those of cache/policies.py
 KVCacheDtype = Literal["auto", "bfloat16", "float16", "float32", "fp8_e4m3", "int8_per_token_head"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -36,6 +37,7 @@ class EngineOptions(TypedDict, total=False):
     num_gpu_blocks_override: int | None
     kv_cache_dtype: str
     enable_prefix_caching: bool
+    eviction_policy: str
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_chunked_prefill: bool
@@ -86,6 +88,7 @@ class CacheConfig:
     kv_cache_memory_bytes:    bytes of the pool; None: sized by the rule of ``engine/sizing.py``
     num_gpu_blocks_override:  blocks of the pool, whatever the memory says (the name is vLLM's; it holds on a CPU too)
     kv_cache_dtype:           how K and V are stored; "auto" is the model's own dtype
+    eviction_policy:          which block that only the prefix cache holds leaves first when the pool runs low
     """
 
     block_size: int = 16
@@ -94,6 +97,7 @@ class CacheConfig:
     num_gpu_blocks_override: int | None = None
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
+    eviction_policy: str = "lru"
 
     def __post_init__(self) -> None:
         _check_int(self, "block_size", 1, MAX_BLOCK_SIZE)
@@ -104,6 +108,7 @@ class CacheConfig:
         _check_int(self, "num_gpu_blocks_override", 1, optional=True)
         _check_choice(self, "kv_cache_dtype", KVCacheDtype)
         _check_bool(self, "enable_prefix_caching")
+        _check_choice(self, "eviction_policy", EvictionPolicyName)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagedkv import LLM, SamplingParams
+from pagedkv.cache.policies import SegmentedLRU
 from pagedkv.errors import InvalidRequest, RequestTooLong
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -104,6 +105,13 @@ def test_the_banner_says_what_runs(llm: LLM) -> None:
     for part in ("128 blocks of 16 tokens", "max_model_len 256", "prefix caching on", "exact"):
         assert part in text
     assert llm.stats().exact == llm.engine.exact
+
+
+def test_the_eviction_policy_is_the_one_asked_for(tiny_model: Callable[..., Path]) -> None:
+    llm = LLM(str(tiny_model()), num_gpu_blocks_override=16, max_model_len=64, eviction_policy="slru")
+    assert isinstance(llm.engine.scheduler.prefix.policy, SegmentedLRU)  # type: ignore[union-attr]
+    with pytest.raises(InvalidRequest, match="eviction_policy must be one of lru, slru"):
+        LLM(str(tiny_model()), eviction_policy="random")
 
 
 def test_unknown_keywords_and_foreign_code(tiny_model: Callable[..., Path]) -> None:

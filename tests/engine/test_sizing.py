@@ -104,6 +104,7 @@ def test_a_gpu_leaves_room_for_weights_and_activations() -> None:
         ({"max_num_batched_tokens": 64, "max_num_seqs": 128}, "max_num_batched_tokens"),
         ({"scheduling_policy": "lifo"}, "scheduling_policy"),
         ({"enable_prefix_caching": "yes"}, "enable_prefix_caching"),
+        ({"eviction_policy": "random"}, "eviction_policy"),
         ({"dtype": "float8"}, "dtype"),
         ({"seed": -1}, "seed"),
         ({"max_model_len": 0}, "max_model_len"),

@@ -170,6 +170,8 @@ def gdsf(parity: int = 1500) -> Ranked:
 class QueueAware(EvictionPolicy):
     """LRU that spares blocks named by ``expect`` while there are others.
 
+    queue: asked for those blocks before each round of evictions, if set (the scheduler sets it)
+
     ``spared`` followed by ``since`` is the true LRU order: ``pop`` moves wanted blocks from the old end of the one to
     the young end of the other, ``expect`` moves those that nobody wants any more back. So calls cost O(1) amortised,
     ``expect`` the blocks it names and those spared. A waiting request that needs a block needs all its ancestors too,
@@ -177,6 +179,7 @@ class QueueAware(EvictionPolicy):
     """
 
     def __init__(self) -> None:
+        self.queue: Callable[[], Iterable[int]] | None = None
         self._wanted: set[int] = set()
         self._spared: OrderedDict[int, float] = OrderedDict()
         self._since: OrderedDict[int, float] = OrderedDict()
@@ -207,6 +210,11 @@ class QueueAware(EvictionPolicy):
         block, since = self._spared.popitem(last=False)
         self._wanted.discard(block)
         return block, since
+
+    def pop_many(self, n: int) -> tuple[list[int], list[float]]:
+        if self.queue is not None:
+            self.expect(self.queue())
+        return super().pop_many(n)
 
     def clear(self) -> None:
         for table in (self._wanted, self._spared, self._since):

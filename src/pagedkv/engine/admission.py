@@ -27,6 +27,7 @@ from pagedkv.engine.twins import Twins
 from pagedkv.engine.waiting import WaitingQueue
 
 WATERMARK = 0.01
+NUM_EXPECTED = 16  # of those that wait, so many count as coming soon
 LEAST_SAVING = 4  # waiting for a twin must save 1 / LEAST_SAVING of what is left to compute
 
 
@@ -101,6 +102,10 @@ class Admission:
         if seq.chain.num_tokens < seq.num_tokens:
             seq.chain.extend(seq.tokens[seq.chain.num_tokens :])
         return seq.chain
+
+    def expected_blocks(self) -> set[int]:
+        """The cached blocks that the next of the queue will attach: what a queue-aware eviction policy spares."""
+        return {block for seq in self.waiting.candidates()[:NUM_EXPECTED] for block in self._match(seq).blocks}
 
     def _nothing_changed(self) -> bool:
         return (

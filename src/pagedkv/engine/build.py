@@ -9,6 +9,7 @@ import torch
 from pagedkv.attention.backend import choose
 from pagedkv.cache.keys import KeyScope
 from pagedkv.cache.manager import KVCacheManager
+from pagedkv.cache.policies import make_policy
 from pagedkv.cache.pool import KVPool
 from pagedkv.cache.prefix import PrefixCache
 from pagedkv.config import EngineConfig
@@ -90,7 +91,8 @@ def assemble(config: EngineConfig, loaded: LoadedModel) -> Built:
     pool = KVPool(plan.num_blocks, *shape, dtype=dtype, device=device, kv_cache_dtype=config.cache.kv_cache_dtype)
     manager = KVCacheManager(plan.num_blocks, config.cache.block_size)
     scope = KeyScope(model=loaded.fingerprint, rope=repr(model.rope), dtype=str(dtype), kv_dtype=str(pool.data.dtype))
-    prefix = PrefixCache(manager, scope) if config.cache.enable_prefix_caching else None
+    policy = make_policy(config.cache.eviction_policy)
+    prefix = PrefixCache(manager, scope, policy=policy) if config.cache.enable_prefix_caching else None
     intake = Intake(
         Limits(model.vocab_size, plan.max_model_len, plan.num_blocks * config.cache.block_size),
         loaded.tokenizer,

@@ -23,6 +23,7 @@ from collections.abc import Container, Hashable
 from dataclasses import dataclass
 
 from pagedkv.cache.manager import KVCacheManager
+from pagedkv.cache.policies import QueueAware
 from pagedkv.cache.prefix import PrefixCache
 from pagedkv.config import SchedulerConfig
 from pagedkv.engine.admission import Admission
@@ -58,6 +59,8 @@ class Scheduler:
         self.manager = manager
         self.prefix = prefix
         self.admission = Admission(config, manager, prefix)
+        if prefix is not None and isinstance(prefix.policy, QueueAware):
+            prefix.policy.queue = self.admission.expected_blocks
         self.running: list[Sequence] = []  # by age
         self.counts = SchedulerCounts()
 

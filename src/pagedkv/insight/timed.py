@@ -13,14 +13,14 @@ from itertools import count
 from typing import Any
 
 from pagedkv.cache.manager import KVCacheManager
-from pagedkv.cache.policies import QueueAware, make_policy
+from pagedkv.cache.policies import make_policy
 from pagedkv.cache.prefix import PrefixCache
 from pagedkv.config import SchedulerConfig
 from pagedkv.engine.params import SamplingParams
 from pagedkv.engine.plan import StepPlan
 from pagedkv.engine.request import Request, Sequence
 from pagedkv.engine.scheduler import Scheduler
-from pagedkv.insight.replay import QUEUE, Progress
+from pagedkv.insight.replay import Progress
 from pagedkv.insight.trace import Trace, TraceRequest
 
 _FIRST_OUTPUT_ID = 1 << 31  # ids of runs of a trace are smaller
@@ -123,10 +123,7 @@ class _Run:
 
     def step(self) -> None:
         """One step of the engine, less the model."""
-        policy = self.prefix.policy
         began = time.perf_counter()
-        if isinstance(policy, QueueAware):
-            policy.expect(self._wanted())
         plan = self.scheduler.schedule()
         self.wall += time.perf_counter() - began
         for seq in plan.dry:
@@ -142,12 +139,6 @@ class _Run:
         for seq, _, _ in plan.chunks.values():
             if seq.num_computed_tokens == seq.num_tokens:
                 self._append(seq)
-
-    def _wanted(self) -> set[int]:
-        """The cached blocks that those next in the queue will attach."""
-        chain, match = self.scheduler.admission.chain, self.prefix.match
-        waiting = self.scheduler.waiting.candidates()[:QUEUE]
-        return {block for seq in waiting for block in match(seq.tokens, chain=chain(seq)).blocks}
 
     def _append(self, seq: Sequence) -> None:
         seq.tokens.append(next(self.ids))

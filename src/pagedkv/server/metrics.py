@@ -163,6 +163,7 @@ class EngineMetrics(Collector):
             "num_gpu_blocks": str(stats.num_blocks),
             "cache_dtype": config.cache.kv_cache_dtype,
             "enable_prefix_caching": str(config.cache.enable_prefix_caching),
+            "eviction_policy": config.cache.eviction_policy,
         }
         info = GaugeMetricFamily("vllm:cache_config_info", "how the cache is set up", labels=(*LABELS, *described))
         info.add_metric((*self._values, *described.values()), 1)
