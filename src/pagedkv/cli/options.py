@@ -64,9 +64,7 @@ ENGINE_FLAGS = (
         "Share the blocks of equal prefixes; on.",
         spelled="--enable-prefix-caching/--no-enable-prefix-caching",
     ),
-    flag(
-        "eviction_policy", str, _CACHE, "Who leaves the prefix cache: lru (default), slru, lfu, gdsf, queue-aware."
-    ),
+    flag("eviction_policy", str, _CACHE, "Who leaves the prefix cache: lru (default), slru, lfu, gdsf, queue-aware."),
     flag("max_num_seqs", int, _SCHEDULER, "Sequences that run at a time; 128."),
     flag("max_num_batched_tokens", int, _SCHEDULER, "Tokens in one step; 2048."),
     flag(
