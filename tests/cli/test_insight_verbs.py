@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_replay_timed(trace: str) -> None:
         (["--blocks", "0"], "blocks is 0"),
         (["--blocks", "1,2"], "need --compare"),
         (["--timed"], "needs --blocks"),
-        (["--timed", "--blocks", "9", "--cost", "1,2"], "three numbers"),
+        (["--timed", "--blocks", "9", "--cost", "1,2"], "three or four numbers"),
         (["--plot", "p"], "curves of --compare"),
         (["--policy", "mru"], "'mru' is none of"),
     ],
@@ -98,6 +99,18 @@ def test_bench_cache_measures_every_operation_and_replays(trace: str) -> None:
     assert all(rate["us_per_call"] > 0 for rate in out["operations"])
     assert [replay["block_size"] for replay in out["replays"]] == [512, 16]
     assert out["replays"][1]["limited"] is False
+
+
+def test_bench_steps_fits_what_replay_takes(tiny_model: Callable[..., Path], trace: str, tmp_path: Path) -> None:
+    saved = str(tmp_path / "made" / "cost.json")
+    small = ("--num-gpu-blocks-override", "64", "--max-model-len", "500", "--max-num-batched-tokens", "128")
+    out = run("bench", "steps", str(tiny_model()), *small, "--save", saved)
+    assert "--cost" in out.stdout
+    terms = json.loads(Path(saved).read_text())["cost"]
+    figures = json.loads(run("replay", trace, "--timed", "--blocks", "40", "--cost", saved, "--json").stdout)
+    plain = ",".join(str(terms[name]) for name in ("fixed", "per_token", "per_context", "per_pair"))
+    again = json.loads(run("replay", trace, "--timed", "--blocks", "40", "--cost", plain, "--json").stdout)
+    assert figures["duration"] == again["duration"] > 0
 
 
 def test_version_and_help_answer() -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from pagedkv.cache.policies import POLICIES
 from pagedkv.config import SchedulerConfig
-from pagedkv.insight.timed import StepCost, percentile, replay_timed
+from pagedkv.insight.step_cost import StepCost
+from pagedkv.insight.timed import percentile, replay_timed
 from pagedkv.insight.trace import Trace, TraceRequest
 
 
@@ -34,11 +35,11 @@ def test_the_same_run_gives_the_same_figures() -> None:
 
 def test_time_is_what_the_steps_cost() -> None:
     trace = Trace("one", 8, [TraceRequest(0.0, 16, 3, [0, 1])])
-    report = replay_timed(trace, num_blocks=8, cost=StepCost(fixed=1.0, per_token=0.1, per_context=0.01))
+    report = replay_timed(trace, num_blocks=8, cost=StepCost(1.0, 0.1, 0.01, 0.001))
     # a prefill of 16 tokens, then two decodes over 17 and 18 tokens
     assert report.num_steps == 3
-    assert report.ttft_median == pytest.approx(1.0 + 1.6)
-    assert report.duration == pytest.approx(3 * 1.0 + 0.1 * 18 + 0.01 * (17 + 18))
+    assert report.ttft_median == pytest.approx(1.0 + 1.6 + 0.136)
+    assert report.duration == pytest.approx(3 * 1.0 + 0.1 * 18 + 0.01 * (17 + 18) + 0.001 * 136)
 
 
 def test_arrivals_are_waited_for_and_speed_divides_them() -> None:

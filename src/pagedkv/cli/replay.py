@@ -16,7 +16,8 @@ from pagedkv.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from pagedkv.insight.replay import Progress, ReplayReport
-    from pagedkv.insight.timed import StepCost, TimedReport
+    from pagedkv.insight.step_cost import StepCost
+    from pagedkv.insight.timed import TimedReport
     from pagedkv.insight.trace import Trace
 
 
@@ -33,7 +34,7 @@ def replay(
     ] = False,
     speed: Annotated[float, typer.Option(help="--timed: arrivals this many times as fast.", min=1e-6)] = 1.0,
     cost: Annotated[
-        str | None, typer.Option(help="--timed: seconds per step, token and context token, as 8e-3,6e-4,5e-7.")
+        str | None, typer.Option(help="--timed: a file of `bench steps --save`, or its terms: 8e-3,6e-4,5e-7.")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first so many requests.", min=1)] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the curves of --compare into this folder.")] = None,
@@ -86,15 +87,9 @@ def _run(
 
 
 def _cost(text: str | None) -> StepCost:
-    from pagedkv.insight.timed import StepCost
+    from pagedkv.insight.step_cost import StepCost
 
-    if text is None:
-        return StepCost()
-    try:
-        fixed, per_token, per_context = (float(part) for part in text.split(","))
-    except ValueError:
-        raise InvalidRequest(f"cost is {text!r}; three numbers with commas are needed", field="cost") from None
-    return StepCost(fixed, per_token, per_context)
+    return StepCost() if text is None else StepCost.parse(text)
 
 
 def _ints(text: str | None, name: str) -> list[Any]:

@@ -17,34 +17,13 @@ from pagedkv.cache.policies import make_policy
 from pagedkv.cache.prefix import PrefixCache
 from pagedkv.config import SchedulerConfig
 from pagedkv.engine.params import SamplingParams
-from pagedkv.engine.plan import StepPlan
 from pagedkv.engine.request import Request, Sequence
 from pagedkv.engine.scheduler import Scheduler
 from pagedkv.insight.replay import Progress
+from pagedkv.insight.step_cost import StepCost, StepShape
 from pagedkv.insight.trace import Trace, TraceRequest
 
 _FIRST_OUTPUT_ID = 1 << 31  # ids of runs of a trace are smaller
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """Seconds that one step of the model takes.
-
-        fixed + per_token x tokens computed + per_context x tokens that decodes read from the cache
-
-    A prefill token's own attention is part of ``per_token``: for prompts far longer than those it was fitted on, a
-    replay is kind to the engine. The defaults are those of SmolLM2-135M in bfloat16 on the two cores of
-    docs/benchmarks.md: 9 ms for one decode, 31 ms for 32 of them at 300 tokens, 1.28 s for 2,048 prefilled tokens.
-    """
-
-    fixed: float = 8e-3
-    per_token: float = 6e-4
-    per_context: float = 5e-7
-
-    def seconds(self, plan: StepPlan) -> float:
-        """What the step of this plan takes."""
-        context = sum(chunk.end for chunk in plan.chunks.values() if chunk.num_tokens == 1)
-        return self.fixed + self.per_token * plan.num_tokens + self.per_context * context
 
 
 @dataclass(frozen=True)
@@ -131,7 +110,7 @@ class _Run:
         if not plan.chunks:
             return
         self.num_steps += 1
-        self.clock.now += self.cost.seconds(plan)
+        self.clock.now += self.cost.seconds(StepShape.of((start, n) for _, start, n in plan.chunks.values()))
         self._note_utilization()
         began = time.perf_counter()
         self.scheduler.commit(plan)
