@@ -21,51 +21,48 @@ struct SpanStrides {
 };
 
 // Walks through whole blocks: the keys of all heads, their values, the scales of both. In a pool of the plain order
-// that is one long run of memory.
+// that is one long run of memory a block.
 class Ahead {
  public:
   void begin(const Span* spans, int num_spans, int num_heads, const SpanStrides& strides) {
-    span_ = spans - 1;
-    last_ = spans + num_spans;
-    num_heads_ = num_heads;
-    strides_ = &strides;
-    part_ = 3;
-    head_ = num_heads;
-    next_run();
+    end();
+    for (const Span* span = spans; span < spans + num_spans; ++span)
+      for (int part = 0; part < 4; ++part) {
+        const int64_t bytes = (span->count - 1) * strides.slot[part] + strides.slot_bytes[part];
+        for (int head = 0; head < num_heads && span->begin[part] != nullptr; ++head)
+          add(span->begin[part] + head * strides.head[part], bytes);
+      }
+    run_ = runs_;
+    at_ = run_->begin;
   }
-  void end() { span_ = last_; }
+  void end() { run_ = end_ = runs_; }
 
-  inline void step() {  // two lines
-    if (span_ == last_) return;
+  // Two lines. No call and no loop in here: it stands between instructions that keep all registers busy.
+  inline void step() {
+    if (run_ == end_) return;
     prefetch(at_);
-    if (stop_ - at_ > 64) prefetch(at_ + 64);
+    prefetch(at_ + 64);
     at_ += 128;
-    if (at_ >= stop_) next_run();
+    if (at_ < run_->stop) return;
+    ++run_;
+    at_ = run_->begin;
   }
 
  private:
-  void next_run() {
-    at_ = nullptr;
-    while (true) {
-      if (++head_ >= num_heads_) {
-        head_ = 0;
-        if (++part_ == 4) {
-          part_ = 0;
-          if (++span_ == last_) return;
-        }
-      }
-      if (span_->begin[part_] != nullptr) break;
-    }
-    at_ = span_->begin[part_] + head_ * strides_->head[part_];
-    stop_ = at_ + (span_->count - 1) * strides_->slot[part_] + strides_->slot_bytes[part_];
+  struct Run {
+    const char* begin;
+    const char* stop;
+  };
+  static constexpr int kMaxRuns = 4 * kTile;  // more are left to come when they are needed
+
+  void add(const char* begin, int64_t bytes) {
+    if (end_ > runs_ && end_[-1].stop == begin) end_[-1].stop += bytes;
+    else if (end_ < runs_ + kMaxRuns) *end_++ = {begin, begin + bytes};
   }
 
-  const Span* span_ = nullptr;
-  const Span* last_ = nullptr;
-  const SpanStrides* strides_ = nullptr;
+  Run runs_[kMaxRuns + 1];
+  Run *run_ = runs_, *end_ = runs_;
   const char* at_ = nullptr;
-  const char* stop_ = nullptr;
-  int num_heads_ = 0, head_ = 0, part_ = 0;
 };
 
 }  // namespace pagedkv::PAGEDKV_NS

@@ -78,18 +78,22 @@ struct BFloats {
   template <bool Whole>
   static inline void transpose_keys(const bfloat_t* const* rows, int d, int left, float* to, Ahead& ahead) {
     __m512 r[16];
-    for (int i = 0; i < 16; ++i) r[i] = _mm512_castsi512_ps(load_dims<Whole>(rows[i] + d, left));
+    for (int i = 0; i < 16; ++i) {
+      r[i] = _mm512_castsi512_ps(load_dims<Whole>(rows[i] + d, left));
+      if (i % 2) ahead.step();  // between the loads: in one burst they hold up the loads that follow
+    }
     transpose_registers(r);
-    for (int i = 0; i < 8; ++i) ahead.step();
     for (int i = 0; i < 16; ++i) store(to + i * kTile, r[i]);
   }
 
-  static void pack_keys(const bfloat_t* const* rows, int D, int, float* to, float*, Ahead& ahead) {
+  static void pack_keys(const bfloat_t* const* rows, SlotRange seen, int D, int, float* to, float*, Ahead& ahead) {
     int d = 0;
     for (; d + 32 <= D; d += 32)
-      for (int s = 0; s < kTile; s += 16) transpose_keys<true>(rows + s, d, 32, to + d / 2 * kTile + s, ahead);
+      for (int s = seen.begin; s < seen.end; s += 16)
+        transpose_keys<true>(rows + s, d, 32, to + d / 2 * kTile + s, ahead);
     if (d < D)
-      for (int s = 0; s < kTile; s += 16) transpose_keys<false>(rows + s, d, D - d, to + d / 2 * kTile + s, ahead);
+      for (int s = seen.begin; s < seen.end; s += 16)
+        transpose_keys<false>(rows + s, d, D - d, to + d / 2 * kTile + s, ahead);
   }
 
   // Two rows of 32 dims, their numbers paired.
@@ -102,9 +106,10 @@ struct BFloats {
     inline vf high(__m512i a, __m512i b) const { return _mm512_castsi512_ps(_mm512_permutex2var_epi16(a, second, b)); }
   };
 
-  static void pack_values(const bfloat_t* const* rows, int D, int padded, float* to, float*, Ahead& ahead) {
+  static void pack_values(const bfloat_t* const* rows, SlotRange seen, int D, int padded, float* to, float*,
+                          Ahead& ahead) {
     const Pairs pairs;
-    for (int s = 0; s < kTile; s += 2) {
+    for (int s = seen.begin; s < seen.end; s += 2) {
       ahead.step();
       float* out = to + s / 2 * padded;
       int d = 0;
@@ -126,13 +131,14 @@ struct BFloats {
   using ValueRow = bfloat_t;
 
   template <int R, int V, bool Whole>  // V vectors of 16 dims
-  static inline void add_values(const bfloat_t* const* rows, int d, int left, const float* weights, float* out,
-                                int stride, const float* start, Ahead& ahead) {
+  static inline void add_values(const bfloat_t* const* rows, SlotRange seen, int d, int left, const float* weights,
+                                float* out, int stride, const float* start, Ahead& ahead) {
     const Pairs pairs;
     vf sum[R][V];
     for (int q = 0; q < R; ++q)
       for (int v = 0; v < V; ++v) sum[q][v] = mul(load(out + q * stride + v * 16), splat(start[q]));
-    for (int s = 0; s < kTile; s += 2) {
+    int s = seen.begin;
+    do {
       ahead.step();
       vf b[V];
       for (int v = 0; v < V; v += 2) {
@@ -143,43 +149,44 @@ struct BFloats {
       }
       for (int q = 0; q < R; ++q)
         for (int v = 0; v < V; ++v) sum[q][v] = mac(sum[q][v], b[v], weights[q * kTile + s / 2]);
-    }
+      s += 2;
+    } while (s < seen.end);
     for (int q = 0; q < R; ++q)
       for (int v = 0; v < V; ++v) store(out + q * stride + v * 16, sum[q][v]);
   }
 
   template <int R>
-  static void values(const bfloat_t* const* rows, int D, const float* weights, float* out, int stride,
+  static void values(const bfloat_t* const* rows, SlotRange seen, int D, const float* weights, float* out, int stride,
                      const float* start, Ahead& ahead) {
     int d = 0;
-    for (; d + 64 <= D; d += 64) add_values<R, 4, true>(rows, d, 32, weights, out + d, stride, start, ahead);
+    for (; d + 64 <= D; d += 64) add_values<R, 4, true>(rows, seen, d, 32, weights, out + d, stride, start, ahead);
     if (d + 32 <= D) {
-      add_values<R, 2, true>(rows, d, 32, weights, out + d, stride, start, ahead);
+      add_values<R, 2, true>(rows, seen, d, 32, weights, out + d, stride, start, ahead);
       d += 32;
     }
-    if (D - d > 16) add_values<R, 2, false>(rows, d, D - d, weights, out + d, stride, start, ahead);
-    else if (d < D) add_values<R, 1, false>(rows, d, D - d, weights, out + d, stride, start, ahead);
+    if (D - d > 16) add_values<R, 2, false>(rows, seen, d, D - d, weights, out + d, stride, start, ahead);
+    else if (d < D) add_values<R, 1, false>(rows, seen, d, D - d, weights, out + d, stride, start, ahead);
   }
 
-  static void weigh(int count, const bfloat_t* const* rows, int D, const float* weights, float* out, int stride,
-                    const float* start, Ahead& ahead) {
+  static void weigh(int count, const bfloat_t* const* rows, SlotRange seen, int D, const float* weights, float* out,
+                    int stride, const float* start, Ahead& ahead) {
     switch (count) {
-      case 1: return values<1>(rows, D, weights, out, stride, start, ahead);
-      case 2: return values<2>(rows, D, weights, out, stride, start, ahead);
-      case 3: return values<3>(rows, D, weights, out, stride, start, ahead);
-      case 4: return values<4>(rows, D, weights, out, stride, start, ahead);
-      case 5: return values<5>(rows, D, weights, out, stride, start, ahead);
-      default: return values<6>(rows, D, weights, out, stride, start, ahead);
+      case 1: return values<1>(rows, seen, D, weights, out, stride, start, ahead);
+      case 2: return values<2>(rows, seen, D, weights, out, stride, start, ahead);
+      case 3: return values<3>(rows, seen, D, weights, out, stride, start, ahead);
+      case 4: return values<4>(rows, seen, D, weights, out, stride, start, ahead);
+      case 5: return values<5>(rows, seen, D, weights, out, stride, start, ahead);
+      default: return values<6>(rows, seen, D, weights, out, stride, start, ahead);
     }
   }
 
   // Bytes: widen the rows first.
   template <class T>
-  static void widen_bytes(const T* const* rows, int D, float* wide, const bfloat_t** at, Ahead& ahead) {
+  static void widen_bytes(const T* const* rows, SlotRange seen, int D, float* wide, const bfloat_t** at, Ahead& ahead) {
     const ByteTable& table = table_of(rows[0]);
     const int stride = round_up(D, 32);
     const __m512i spread = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // unpack works inside 128 bits
-    for (int s = 0; s < kTile; ++s) {
+    for (int s = seen.begin; s < seen.end; ++s) {
       bfloat_t* out = reinterpret_cast<bfloat_t*>(wide) + s * stride;
       at[s] = out;
       if (s % 2) ahead.step();
@@ -196,25 +203,26 @@ struct BFloats {
     }
   }
   template <class T>
-  static void pack_keys(const T* const* rows, int D, int padded, float* to, float* wide, Ahead& ahead) {
+  static void pack_keys(const T* const* rows, SlotRange seen, int D, int padded, float* to, float* wide, Ahead& ahead) {
     const bfloat_t* at[kTile];
-    widen_bytes(rows, D, wide, at, ahead);
-    pack_keys(at, D, padded, to, wide, ahead);
+    widen_bytes(rows, seen, D, wide, at, ahead);
+    pack_keys(at, seen, D, padded, to, wide, ahead);
   }
   template <class T>
-  static void pack_values(const T* const* rows, int D, int padded, float* to, float* wide, Ahead& ahead) {
+  static void pack_values(const T* const* rows, SlotRange seen, int D, int padded, float* to, float* wide,
+                          Ahead& ahead) {
     const bfloat_t* at[kTile];
-    widen_bytes(rows, D, wide, at, ahead);
-    pack_values(at, D, padded, to, wide, ahead);
+    widen_bytes(rows, seen, D, wide, at, ahead);
+    pack_values(at, seen, D, padded, to, wide, ahead);
   }
 
   // The rows as `weigh` takes them: where they lie, or widened.
-  static void value_rows(const bfloat_t* const* rows, int, float*, const bfloat_t** at, Ahead&) {
-    for (int s = 0; s < kTile; ++s) at[s] = rows[s];
+  static void value_rows(const bfloat_t* const* rows, SlotRange seen, int, float*, const bfloat_t** at, Ahead&) {
+    for (int s = seen.begin; s < seen.end; ++s) at[s] = rows[s];
   }
   template <class T>
-  static void value_rows(const T* const* rows, int D, float* wide, const bfloat_t** at, Ahead& ahead) {
-    widen_bytes(rows, D, wide, at, ahead);
+  static void value_rows(const T* const* rows, SlotRange seen, int D, float* wide, const bfloat_t** at, Ahead& ahead) {
+    widen_bytes(rows, seen, D, wide, at, ahead);
   }
 };
 

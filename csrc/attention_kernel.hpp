@@ -127,13 +127,11 @@ class ItemRunner {
       low_[r] = plan_.token_low[token(r)];
       high_[r] = plan_.token_high[token(r)];
       const int64_t at = token(r) * args_.q.token_stride + head(r) * args_.q.head_stride;
-      float* to = query_ + r * dwords_;
-      float row[kMaxHeadDim + 16];  // the row's end may be written past, up to a whole vector
+      float* to = query_ + r * dwords_;  // a row's end may be written past, into what the next one overwrites
       const int padded = round_up(D_, 16);
-      if (args_.q.dtype == DType::f32) F::row(static_cast<const float*>(args_.q.data) + at, D_, row, padded);
-      else if (args_.q.dtype == DType::bf16) F::row(static_cast<const bfloat_t*>(args_.q.data) + at, D_, row, padded);
-      else F::row(static_cast<const half_t*>(args_.q.data) + at, D_, row, padded);
-      __builtin_memcpy(to, row, dwords_ * sizeof(float));
+      if (args_.q.dtype == DType::f32) F::row(static_cast<const float*>(args_.q.data) + at, D_, to, padded);
+      else if (args_.q.dtype == DType::bf16) F::row(static_cast<const bfloat_t*>(args_.q.data) + at, D_, to, padded);
+      else F::row(static_cast<const half_t*>(args_.q.data) + at, D_, to, padded);
     }
   }
 
@@ -168,44 +166,55 @@ class ItemRunner {
 
   void run_tile(int slot, Rows& at, int head) {
     at.point(strides_, head);
-    F::pack_keys(at.rows, D_, round_up(D_, 16), keys_, wide_, ahead_);
+    F::pack_keys(at.rows, at.seen, D_, round_up(D_, 16), keys_, wide_, ahead_);
     if constexpr (F::kDirectRows > 0)
-      if (rows_ <= F::kDirectRows) F::value_rows(at.rows + kTile, D_, wide_, value_rows_, ahead_);
-    if (rows_ > F::kDirectRows) F::pack_values(at.rows + kTile, D_, columns_, values_, wide_, ahead_);
+      if (rows_ <= F::kDirectRows) F::value_rows(at.rows + kTile, at.seen, D_, wide_, value_rows_, ahead_);
+    if (rows_ > F::kDirectRows) F::pack_values(at.rows + kTile, at.seen, D_, columns_, values_, wide_, ahead_);
     const int blocks = (rows_ + kBlockRows - 1) / kBlockRows, step = (rows_ + blocks - 1) / blocks;
     const int first = (head - item_.first_head) * rows_;
-    for (int row = 0; row < rows_; row += step) run_rows(slot, at, first + row, rows_ - row < step ? rows_ - row : step);
+    for (int row = 0; row < rows_; row += step)
+      run_rows(slot, at, first + row, rows_ - row < step ? rows_ - row : step);
   }
 
-  // Rows [row, row + count) against the packed tile: scores, softmax step, weighted values.
+  // Rows [row, row + count) against the packed tile: scores, softmax step, weighted values. Slots that none of them
+  // sees have weight 0 and are left out: a product with 0 adds nothing, a tile without any slot changes nothing.
   void run_rows(int slot, const Rows& at, int row, int count) {
+    int low = low_[row], high = high_[row];
+    for (int r = 1; r < count; ++r) {
+      low = low_[row + r] < low ? low_[row + r] : low;
+      high = high_[row + r] > high ? high_[row + r] : high;
+    }
+    const SlotRange seen = at.seen.within(low - slot, high - slot);
+    if (seen.begin >= seen.end) return;
     float start[kBlockRows];
-    multiply_rows<F>(count, query_ + row * dwords_, dwords_, keys_, kTile, scores_, kTile, nullptr, dwords_, kTile,
-                     ahead_);
+    multiply_rows<F, false>(count, query_ + row * dwords_, dwords_, keys_ + seen.begin, kTile, scores_ + seen.begin,
+                            kTile, nullptr, dwords_, seen.end - seen.begin, ahead_);
     // in two rounds, so that the rows' chains overlap
-    for (int r = 0; r < count; ++r) start[r] = finish_scores(slot, at, row + r, scores_ + r * kTile);
-    for (int r = 0; r < count; ++r) start[r] = weigh_scores(at, row + r, start[r], scores_ + r * kTile, weights_ + r * kTile);
+    for (int r = 0; r < count; ++r) start[r] = finish_scores(slot, seen, at, row + r, scores_ + r * kTile);
+    for (int r = 0; r < count; ++r)
+      start[r] = weigh_scores(seen, at, row + r, start[r], scores_ + r * kTile, weights_ + r * kTile);
     if constexpr (F::kDirectRows > 0) {
       if (rows_ <= F::kDirectRows)
-        return F::weigh(count, value_rows_, D_, weights_, out_ + row * columns_, columns_, start, ahead_);
+        return F::weigh(count, value_rows_, seen, D_, weights_, out_ + row * columns_, columns_, start, ahead_);
     }
-    multiply_rows<F>(count, weights_, kTile, values_, columns_, out_ + row * columns_, columns_, start,
-                     kTile / F::kPerDword, columns_, ahead_);
+    const int first = seen.begin / F::kPerDword, dwords = (seen.end - seen.begin) / F::kPerDword;
+    multiply_rows<F, true>(count, weights_ + first, kTile, values_ + first * columns_, columns_, out_ + row * columns_,
+                           columns_, start, dwords, columns_, ahead_);
   }
 
   // Scales and masks a row's scores in place; returns the largest.
-  float finish_scores(int slot, const Rows& at, int row, float* scores) {
-    const bool masked = low_[row] > slot || high_[row] < slot + kTile;
-    if (args_.softcap > 0.0f) return finish_scores_as<true, true>(slot, at, row, scores);
-    if (masked) return finish_scores_as<true, false>(slot, at, row, scores);
-    return finish_scores_as<false, false>(slot, at, row, scores);
+  float finish_scores(int slot, SlotRange seen, const Rows& at, int row, float* scores) {
+    const bool masked = low_[row] > slot + seen.begin || high_[row] < slot + seen.end;
+    if (args_.softcap > 0.0f) return finish_scores_as<true, true>(slot, seen, at, row, scores);
+    if (masked) return finish_scores_as<true, false>(slot, seen, at, row, scores);
+    return finish_scores_as<false, false>(slot, seen, at, row, scores);
   }
 
   template <bool Masked, bool Capped>
-  inline float finish_scores_as(int slot, const Rows& at, int row, float* scores) {
+  inline float finish_scores_as(int slot, SlotRange seen, const Rows& at, int row, float* scores) {
     const vf factor = splat(Capped ? args_.scale / args_.softcap : args_.scale * kLog2e);
     vf top = splat(kNothing);
-    for (int v = 0; v < kTile; v += kLanes) {
+    for (int v = seen.begin; v < seen.end; v += kLanes) {
       vf x = mul(load(scores + v), factor);
       if constexpr (Scaled) x = mul(x, load(at.key_scale + v));
       if constexpr (Capped) x = mul(tanh(x), splat(args_.softcap * kLog2e));
@@ -217,12 +226,13 @@ class ItemRunner {
   }
 
   // Turns a row's scores into weights; returns the factor of what was summed before.
-  inline float weigh_scores(const Rows& at, int row, float tile_top, const float* scores, float* weights) {
+  inline float weigh_scores(SlotRange seen, const Rows& at, int row, float tile_top, const float* scores,
+                            float* weights) {
     const float before = max_[row], now = tile_top > before ? tile_top : before;
     const vf base = splat(now == kNothing ? 0.0f : now);
     const vf fade = exp2_negative(sub(splat(before), base));  // without a branch: it would be mispredicted
     vf sum = mul(load(sums_ + row * kLanes), fade);
-    for (int v = 0; v < kTile; v += kLanes) {
+    for (int v = seen.begin; v < seen.end; v += kLanes) {
       vf p = F::exp2(sub(load(scores + v), base));
       sum = add(sum, p);
       if constexpr (Scaled) p = mul(p, load(at.value_scale + v));

@@ -9,6 +9,18 @@ namespace pagedkv::PAGEDKV_NS {
 constexpr float kLog2e = 1.44269504088896341f;
 constexpr float kNothing = -__builtin_inff();
 
+// Slots of a tile, in steps that every vector divides.
+struct SlotRange {
+  static constexpr int kStep = 16;
+  int begin, end;
+  // What lies in [first, last), rounded to whole steps.
+  SlotRange within(int first, int last) const {
+    const int from = first <= 0 ? 0 : first / kStep * kStep;
+    const int to = last <= 0 ? 0 : last >= kTile ? kTile : (last + kStep - 1) / kStep * kStep;
+    return {from > begin ? from : begin, to < end ? to : end};
+  }
+};
+
 static inline int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
 // 2^x for x <= 0, to about one part in 10^7; exactly 1 at 0 and exactly 0 below -126.5. Cephes' polynomial idea: split
@@ -56,22 +68,22 @@ struct Floats {
   static inline void weights(float* to, int slot, vf p) { store(to + slot, p); }
   static inline vf exp2(vf x) { return exp2_negative(x); }
   template <class T>
-  static void pack_values(const T* const* rows, int D, int padded, float* to, float*, Ahead& ahead) {
-    for (int s = 0; s < kTile; ++s) {
+  static void pack_values(const T* const* rows, SlotRange seen, int D, int padded, float* to, float*, Ahead& ahead) {
+    for (int s = seen.begin; s < seen.end; ++s) {
       widen_row(rows[s], D, to + s * padded, padded);
       if (s % 2) ahead.step();
     }
   }
   template <class T>
-  static void pack_keys(const T* const* rows, int D, int padded, float* to, float* wide, Ahead& ahead) {
+  static void pack_keys(const T* const* rows, SlotRange seen, int D, int padded, float* to, float* wide, Ahead& ahead) {
     const float* at[kTile];
-    for (int s = 0; s < kTile; ++s) {
+    for (int s = seen.begin; s < seen.end; ++s) {
       at[s] = wide + s * padded;
       widen_row(rows[s], D, wide + s * padded, padded);
       if (s % 2) ahead.step();
     }
     for (int d = 0; d < D; d += kLanes)
-      for (int s = 0; s < kTile; s += kLanes) transpose(at + s, d, to + d * kTile + s, kTile);
+      for (int s = seen.begin; s < seen.end; s += kLanes) transpose(at + s, d, to + d * kTile + s, kTile);
   }
 };
 
@@ -83,45 +95,54 @@ struct Floats {
 
 namespace pagedkv::PAGEDKV_NS {
 
-// sums[r][0 .. V lanes) = start[r] * sums + a[r] x packed over n dwords, in order. V vectors of R rows in registers.
-template <class F, int R, int V>
+// sums[r][0 .. V lanes) = start[r] * sums + a[r] x packed over n > 0 dwords, in order; without Sum, the product alone.
+// V vectors of R rows in registers, which is why the loop is one that runs at least once.
+template <class F, bool Sum, int R, int V>
 static void multiply(const float* a, int a_stride, const float* packed, int packed_stride, float* sums, int stride,
                      const float* start, int n, Ahead& ahead) {
   vf sum[R][V];
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v)
-      sum[r][v] = start == nullptr ? splat(0.0f) : mul(load(sums + r * stride + v * kLanes), splat(start[r]));
-  for (int i = 0; i < n; ++i) {
+      sum[r][v] = Sum ? mul(load(sums + r * stride + v * kLanes), splat(start[r])) : splat(0.0f);
+  int i = 0;
+  do {
     ahead.step();
     vf b[V];
     for (int v = 0; v < V; ++v) b[v] = load(packed + i * packed_stride + v * kLanes);
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < V; ++v) sum[r][v] = F::mac(sum[r][v], b[v], a[r * a_stride + i]);
-  }
+  } while (++i < n);
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) store(sums + r * stride + v * kLanes, sum[r][v]);
 }
 
-template <class F, int R>
+template <class F, bool Sum, int R>
 static void multiply_columns(const float* a, int a_stride, const float* packed, int packed_stride, float* sums,
                              int stride, const float* start, int n, int columns, Ahead& ahead) {
   int c = 0;
   for (; c + kBlockVectors * kLanes <= columns; c += kBlockVectors * kLanes)
-    multiply<F, R, kBlockVectors>(a, a_stride, packed + c, packed_stride, sums + c, stride, start, n, ahead);
-  for (; c < columns; c += kLanes)
-    multiply<F, R, 1>(a, a_stride, packed + c, packed_stride, sums + c, stride, start, n, ahead);
+    multiply<F, Sum, R, kBlockVectors>(a, a_stride, packed + c, packed_stride, sums + c, stride, start, n, ahead);
+  if (c + 2 * kLanes <= columns) {
+    multiply<F, Sum, R, 2>(a, a_stride, packed + c, packed_stride, sums + c, stride, start, n, ahead);
+    c += 2 * kLanes;
+  }
+  if (c < columns)
+    multiply<F, Sum, R, 1>(a, a_stride, packed + c, packed_stride, sums + c, stride, start, n, ahead);
 }
 
-template <class F>
+template <class F, bool Sum>
 static void multiply_rows(int rows, const float* a, int a_stride, const float* packed, int packed_stride, float* sums,
                           int stride, const float* start, int n, int columns, Ahead& ahead) {
+  const auto run = [&](auto multiply_of) {
+    multiply_of(a, a_stride, packed, packed_stride, sums, stride, start, n, columns, ahead);
+  };
   switch (rows) {
-    case 1: return multiply_columns<F, 1>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns, ahead);
-    case 2: return multiply_columns<F, 2>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns, ahead);
-    case 3: return multiply_columns<F, 3>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns, ahead);
-    case 4: return multiply_columns<F, 4>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns, ahead);
-    case 5: return multiply_columns<F, 5>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns, ahead);
-    default: return multiply_columns<F, 6>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns, ahead);
+    case 1: return run(multiply_columns<F, Sum, 1>);
+    case 2: return run(multiply_columns<F, Sum, 2>);
+    case 3: return run(multiply_columns<F, Sum, 3>);
+    case 4: return run(multiply_columns<F, Sum, 4>);
+    case 5: return run(multiply_columns<F, Sum, 5>);
+    default: return run(multiply_columns<F, Sum, 6>);
   }
 }
 

@@ -14,6 +14,7 @@ struct TileRows {
     const int block_size = plan.batch.block_size;
     first_head = item.first_head;
     num_spans = 0;
+    seen = SlotRange{0, kTile}.within(tile.first_slot - slot, tile.last_slot - slot);
     int s = 0;
     for (; s < kTile && slot + s < tile.first_slot; ++s) set(s, zeros);
     while (s < kTile && slot + s < tile.last_slot) {
@@ -58,6 +59,7 @@ struct TileRows {
   const T* rows[2 * kTile];  // keys, then values
   float key_scale[Scaled ? kTile : 1];
   float value_scale[Scaled ? kTile : 1];
+  SlotRange seen;  // by any of the item's tokens
   Span spans[kTile];
   int num_spans = 0, first_head = 0;
 
