@@ -54,6 +54,7 @@ bench: setup
 docs: setup
 	$(BIN)/pagedkv plot utilisation --out docs/images
 	$(BIN)/pagedkv plot prefix --out docs/images
+	$(BIN)/pagedkv plot replay --out docs/images
 
 sanitize: setup
 	tools/sanitize.sh

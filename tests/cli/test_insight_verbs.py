@@ -83,9 +83,12 @@ def test_explain_two_prompts_with_the_default_models_tokenizer(tmp_path: Path) -
 def test_plot_writes_both_formats(tmp_path: Path) -> None:
     assert run("plot", "utilisation", "--out", str(tmp_path)).stdout.split()[-1].endswith("utilisation.svg")
     run("plot", "prefix", "--out", str(tmp_path), "--requests", "3")
+    run("plot", "replay", "--out", str(tmp_path), "--requests", "20", "--chats", "3")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "prefix.png",
         "prefix.svg",
+        "replay-synthetic.png",
+        "replay-synthetic.svg",
         "utilisation.png",
         "utilisation.svg",
     ]

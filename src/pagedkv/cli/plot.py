@@ -45,3 +45,26 @@ def prefix(
 
     for path in plot_prefix(shared, own, requests, block_size, out):
         print(path)
+
+
+@app.command()
+def replay(
+    out: Folder = Path("."),
+    requests: Annotated[int, typer.Option(help="Requests of the made-up traffic.", min=1)] = 2000,
+    chats: Annotated[int, typer.Option(help="Chats under way at a time.", min=1)] = 64,
+    seed: Annotated[int, typer.Option(help="Another seed, other traffic.")] = 0,
+) -> None:
+    """Tokens hit against the size of the pool, for each eviction policy, over made-up chats and strangers.
+
+    Recorded traffic is drawn by `pagedkv replay TRACE --compare --blocks 1000,2000,... --plot DIR`.
+    """
+    from pagedkv.cache.policies import POLICIES
+    from pagedkv.insight.plots import plot_replay
+    from pagedkv.insight.replay import replay_sequential
+    from pagedkv.insight.synthetic import synthetic_trace
+
+    trace = synthetic_trace(requests, open_chats=chats, seed=seed)
+    pools = [64 * 2**step for step in range(7)]
+    reports = [replay_sequential(trace, num_blocks=pool, policy=policy) for policy in POLICIES for pool in pools]
+    for path in plot_replay(reports, out):
+        print(path)

@@ -15,6 +15,7 @@ from pagedkv.insight.waste import utilization
 
 # Distinguishable in grey and for colour-blind readers (Okabe and Ito 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MOST_TICKS = 8  # labels of seven digits that fit on an axis
 GREY = "#808080"  # between black and white: legible on both
 
 
@@ -52,22 +53,26 @@ def plot_prefix(shared: int, own: int, most_requests: int, block_size: int, fold
 
 def plot_replay(reports: Sequence[ReplayReport], folder: Path) -> list[Path]:
     """Token hit rate against pool size, one line per policy and block size, with the optimum and the limit."""
-    figure, axes = _canvas("pool (tokens)", "prompt tokens hit (%)")
     limited = [report for report in reports if isinstance(report, ReplayReport) and report.limited]
     if not limited:
         raise BackendUnavailable("there is no curve to draw: every report is of a pool without limit, or timed")
     lines = dict.fromkeys((report.policy, report.block_size) for report in limited)
+    sizes = sorted({size for _, size in lines})
+    figure, axes = _canvas(f"pool (tokens, in blocks of {' or '.join(map(str, sizes))})", "prompt tokens hit (%)")
     for colour, (policy, size) in zip(COLOURS * len(lines), lines, strict=False):
         points = sorted(
             (r.num_blocks * size, r.token_hit_rate) for r in limited if (r.policy, r.block_size) == (policy, size)
         )
-        axes.plot(
-            [p for p, _ in points], [100 * h for _, h in points], color=colour, marker="o", label=f"{policy}, {size}"
-        )
+        label = policy if len(sizes) == 1 else f"{policy}, {size}"
+        axes.plot([p for p, _ in points], [100 * h for _, h in points], color=colour, marker="o", label=label)
     best = sorted({(r.num_blocks * r.block_size, r.optimum_hit_rate or 0.0) for r in limited})
     axes.plot([p for p, _ in best], [100 * h for _, h in best], color=GREY, linestyle=":", marker=".", label="optimum")
     axes.axhline(100 * (limited[0].infinite_hit_rate or 0.0), color=GREY, linestyle="--", label="without limit")
     axes.set_xscale("log")
+    pools = sorted({p for p, _ in best})
+    if len(pools) <= MOST_TICKS:
+        axes.set_xticks(pools, [f"{p:,}" for p in pools])
+        axes.minorticks_off()
     axes.set_ylim(bottom=0)
     return _save(figure, axes, folder, f"replay-{limited[0].trace}")
 
@@ -81,7 +86,7 @@ def _canvas(x: str, y: str) -> tuple[Any, Any]:
     axes = figure.add_subplot()
     axes.set_xlabel(x, color=GREY)
     axes.set_ylabel(y, color=GREY)
-    axes.tick_params(colors=GREY)
+    axes.tick_params(which="both", colors=GREY)
     axes.grid(color=GREY, alpha=0.25)
     axes.set_facecolor("none")
     for spine in axes.spines.values():

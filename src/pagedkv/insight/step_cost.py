@@ -80,7 +80,7 @@ class StepCost:
 
     @classmethod
     def parse(cls, text: str) -> StepCost:
-        """Three or four numbers with commas (no fourth: pairs cost nothing), or the name of a file that ``bench steps`` wrote."""
+        """Three or four numbers with commas (no fourth: pairs cost nothing), or a file that ``bench steps`` wrote."""
         if Path(text).is_file():
             return cls.load(Path(text))
         try:
