@@ -175,6 +175,15 @@ void link_blocks(nb::list keys, nb::list tokens, nb::list parents, nb::list chil
   }
 }
 
+void move_hits(const nb::dict& hits, PyObject* from, PyObject* to) {
+  PyObject* const moved = look_up(hits, from);
+  if (moved == nullptr) return;
+  PyObject* const present = look_up(hits, to);
+  const nb::object sum = nb::steal(PyLong_FromLong(number(moved) + (present == nullptr ? 0 : number(present))));
+  if (!sum.is_valid() || PyDict_SetItem(hits.ptr(), to, sum.ptr()) != 0 || PyDict_DelItem(hits.ptr(), from) != 0)
+    nb::raise_python_error();
+}
+
 Py_ssize_t unlink_blocks(nb::dict by_key, nb::list keys, nb::list tokens, nb::list parents, nb::list child_of,
                          nb::dict hits, nb::list blocks, Py_ssize_t start, nb::list gone) {
   const nb::bytes nothing("", 0);
@@ -188,12 +197,12 @@ Py_ssize_t unlink_blocks(nb::dict by_key, nb::list keys, nb::list tokens, nb::li
     if (key == Py_None || node < 0 || at(child_of, block) != Py_None) break;
     PyObject* const child = at(child_of, node);
     if (child != object && !(PyLong_Check(child) && number(child) == block)) break;
-    if (any_hits && look_up(hits, object) != nullptr) break;
     append(gone, key);
     if (PyDict_DelItem(by_key.ptr(), key) != 0) nb::raise_python_error();
     put(keys, block, Py_None);
     put(tokens, block, nothing.ptr());
     put(child_of, node, Py_None);
+    if (any_hits) move_hits(hits, object, at(parents, block));
   }
   return i;
 }

@@ -83,18 +83,20 @@ def unlink_blocks(
 ) -> int:
     """Takes out ``blocks[start:]`` and adds their keys to ``gone``, up to the first that is not a plain case.
 
-    Plain: cached, not continued, the only child of a block, with no hits of its own. Returns where it stopped.
+    Plain: cached, not continued, the only child of a block; that block gets its hits. Returns where it stopped.
     """
     for index in range(start, len(blocks)):
         block = blocks[index]
         key, node = keys[block], parents[block]
-        if key is None or node < 0 or child_of[block] is not None or child_of[node] != block or block in hits:
+        if key is None or node < 0 or child_of[block] is not None or child_of[node] != block:
             return index
         gone.append(key)
         del by_key[key]
         keys[block] = None
         tokens[block] = b""
         child_of[node] = None
+        if block in hits:
+            hits[node] = hits.get(node, 0) + hits.pop(block)
     return len(blocks)
 
 
