@@ -64,7 +64,7 @@ const AttentionKernels& attention_kernels() {
 }
 
 int64_t attention_scratch_bytes(int head_dim, int group) {
-  const int64_t padded = (head_dim + 15) / 16 * 16, rows = kMaxRows > group ? kMaxRows : group;
+  const int64_t padded = (head_dim + 63) / 64 * 64, rows = kMaxRows > group ? kMaxRows : group;
   const int64_t floats = 3 * kTile * padded + rows * (3 * padded + 16 + 5 * 16) + kMaxHeadDim + 2 * 8 * kTile + 64;
   return floats * 4 / 64 * 64 + 64;
 }

@@ -36,7 +36,9 @@ static inline __m512i look_up(const uint8_t* table, __m512i bytes, __mmask64 upp
 }
 
 struct BFloats {
+  static constexpr bool kIntegers = false;
   static constexpr int kPerDword = 2;
+  static int row_dwords(int D) { return (D + 1) / 2; }
   static inline vf mac(vf sum, vf packed, float a) {
     return _mm512_dpbf16_ps(sum, (__m512bh)packed, (__m512bh)_mm512_set1_ps(a));
   }
@@ -170,14 +172,7 @@ struct BFloats {
 
   static void weigh(int count, const bfloat_t* const* rows, SlotRange seen, int D, const float* weights, float* out,
                     int stride, const float* start, Ahead& ahead) {
-    switch (count) {
-      case 1: return values<1>(rows, seen, D, weights, out, stride, start, ahead);
-      case 2: return values<2>(rows, seen, D, weights, out, stride, start, ahead);
-      case 3: return values<3>(rows, seen, D, weights, out, stride, start, ahead);
-      case 4: return values<4>(rows, seen, D, weights, out, stride, start, ahead);
-      case 5: return values<5>(rows, seen, D, weights, out, stride, start, ahead);
-      default: return values<6>(rows, seen, D, weights, out, stride, start, ahead);
-    }
+    by_rows(count, [&](auto R) { values<R.value>(rows, seen, D, weights, out, stride, start, ahead); });
   }
 
   // Bytes: widen the rows first.

@@ -69,11 +69,11 @@ class ItemRunner {
   ItemRunner(const AttentionPlan& plan, const AttentionArgs& args, const WorkItem& item, const WorkItem* next,
              void* memory)
       : plan_(plan), args_(args), item_(item), next_(next), tile_(plan.tiles[item.tile]), group_(plan.group()),
-        D_(plan.batch.head_dim), columns_(round_up(D_, kLanes)), dwords_((D_ + F::kPerDword - 1) / F::kPerDword),
+        D_(plan.batch.head_dim), columns_(round_up(D_, kLanes)), dwords_(F::row_dwords(D_)),
         rows_(tile_.num_tokens * group_), all_(rows_ * (item.last_head - item.first_head)),
         strides_(Rows::strides_of(args, D_)) {
     Scratch scratch{static_cast<float*>(memory)};
-    const int padded = round_up(D_, 16);
+    const int padded = round_up(D_, 64);
     keys_ = scratch.take(padded * kTile);
     values_ = scratch.take(kTile * padded);
     wide_ = scratch.take(kTile * padded);
@@ -187,8 +187,11 @@ class ItemRunner {
     const SlotRange seen = at.seen.within(low - slot, high - slot);
     if (seen.begin >= seen.end) return;
     float start[kBlockRows];
-    multiply_rows<F, false>(count, query_ + row * dwords_, dwords_, keys_ + seen.begin, kTile, scores_ + seen.begin,
-                            kTile, nullptr, dwords_, seen.end - seen.begin, ahead_);
+    if constexpr (F::kIntegers)
+      F::scores(count, query_ + row * dwords_, D_, keys_, seen, scores_, ahead_);
+    else
+      multiply_rows<F, false>(count, query_ + row * dwords_, dwords_, keys_ + seen.begin, kTile, scores_ + seen.begin,
+                              kTile, nullptr, dwords_, seen.end - seen.begin, ahead_);
     // in two rounds, so that the rows' chains overlap
     for (int r = 0; r < count; ++r) start[r] = finish_scores(slot, seen, at, row + r, scores_ + r * kTile);
     for (int r = 0; r < count; ++r)
@@ -197,9 +200,13 @@ class ItemRunner {
       if (rows_ <= F::kDirectRows)
         return F::weigh(count, value_rows_, seen, D_, weights_, out_ + row * columns_, columns_, start, ahead_);
     }
-    const int first = seen.begin / F::kPerDword, dwords = (seen.end - seen.begin) / F::kPerDword;
-    multiply_rows<F, true>(count, weights_ + first, kTile, values_ + first * columns_, columns_, out_ + row * columns_,
-                           columns_, start, dwords, columns_, ahead_);
+    if constexpr (F::kIntegers) {
+      F::values(count, weights_, seen, D_, values_, out_ + row * columns_, columns_, start, ahead_);
+    } else {
+      const int first = seen.begin / F::kPerDword, dwords = (seen.end - seen.begin) / F::kPerDword;
+      multiply_rows<F, true>(count, weights_ + first, kTile, values_ + first * columns_, columns_,
+                             out_ + row * columns_, columns_, start, dwords, columns_, ahead_);
+    }
   }
 
   // Scales and masks a row's scores in place; returns the largest.
@@ -226,8 +233,7 @@ class ItemRunner {
   }
 
   // Turns a row's scores into weights; returns the factor of what was summed before.
-  inline float weigh_scores(SlotRange seen, const Rows& at, int row, float tile_top, const float* scores,
-                            float* weights) {
+  inline float weigh_scores(SlotRange seen, const Rows& at, int row, float tile_top, float* scores, float* weights) {
     const float before = max_[row], now = tile_top > before ? tile_top : before;
     const vf base = splat(now == kNothing ? 0.0f : now);
     const vf fade = exp2_negative(sub(splat(before), base));  // without a branch: it would be mispredicted
@@ -236,8 +242,10 @@ class ItemRunner {
       vf p = F::exp2(sub(load(scores + v), base));
       sum = add(sum, p);
       if constexpr (Scaled) p = mul(p, load(at.value_scale + v));
-      F::weights(weights, v, p);
+      if constexpr (F::kIntegers) store(scores + v, p);
+      else F::weights(weights, v, p);
     }
+    if constexpr (F::kIntegers) F::close_weights(scores, seen, weights);
     store(sums_ + row * kLanes, sum);
     max_[row] = now;
     return first_lane(fade);
@@ -271,8 +279,10 @@ class ItemRunner {
 
 #ifdef PAGEDKV_BF16
 using Narrow = BFloats;  // bf16 pairs, for pools whose numbers are exact in bf16
+using Small = Bytes;
 #else
 using Narrow = Floats;
+using Small = Floats;
 #endif
 
 static void run_item(const AttentionPlan& plan, const AttentionArgs& args, const WorkItem& item, const WorkItem* next,
@@ -281,7 +291,7 @@ static void run_item(const AttentionPlan& plan, const AttentionArgs& args, const
     case DType::f32: return ItemRunner<Floats, float, false>(plan, args, item, next, scratch).run();
     case DType::f16: return ItemRunner<Floats, half_t, false>(plan, args, item, next, scratch).run();
     case DType::bf16: return ItemRunner<Narrow, bfloat_t, false>(plan, args, item, next, scratch).run();
-    case DType::i8: return ItemRunner<Narrow, int8_t, true>(plan, args, item, next, scratch).run();
+    case DType::i8: return ItemRunner<Small, int8_t, true>(plan, args, item, next, scratch).run();
     case DType::f8e4m3: return ItemRunner<Narrow, e4m3_t, true>(plan, args, item, next, scratch).run();
   }
 }

@@ -57,7 +57,9 @@ static inline void widen_row(const T* from, int D, float* to, int padded) {
 
 // Numbers as they are multiplied: one float in a dword.
 struct Floats {
+  static constexpr bool kIntegers = false;
   static constexpr int kPerDword = 1;
+  static int row_dwords(int D) { return D; }
   static constexpr int kDirectRows = 0;  // values are always packed
   using ValueRow = float;
   static inline vf mac(vf sum, vf packed, float a) { return fma(splat(a), packed, sum); }
@@ -89,8 +91,30 @@ struct Floats {
 
 }  // namespace pagedkv::PAGEDKV_NS
 
+namespace pagedkv::PAGEDKV_NS {
+
+// A number as a type, so that loops over rows in registers have a length known when compiled.
+template <int N>
+struct Count {
+  static constexpr int value = N;
+};
+template <class Run>
+static inline void by_rows(int rows, Run run) {
+  switch (rows) {
+    case 1: return run(Count<1>());
+    case 2: return run(Count<2>());
+    case 3: return run(Count<3>());
+    case 4: return run(Count<4>());
+    case 5: return run(Count<5>());
+    default: return run(Count<6>());
+  }
+}
+
+}  // namespace pagedkv::PAGEDKV_NS
+
 #ifdef PAGEDKV_BF16
 #include "attention_bf16.hpp"
+#include "attention_int8.hpp"
 #endif
 
 namespace pagedkv::PAGEDKV_NS {
@@ -133,17 +157,9 @@ static void multiply_columns(const float* a, int a_stride, const float* packed, 
 template <class F, bool Sum>
 static void multiply_rows(int rows, const float* a, int a_stride, const float* packed, int packed_stride, float* sums,
                           int stride, const float* start, int n, int columns, Ahead& ahead) {
-  const auto run = [&](auto multiply_of) {
-    multiply_of(a, a_stride, packed, packed_stride, sums, stride, start, n, columns, ahead);
-  };
-  switch (rows) {
-    case 1: return run(multiply_columns<F, Sum, 1>);
-    case 2: return run(multiply_columns<F, Sum, 2>);
-    case 3: return run(multiply_columns<F, Sum, 3>);
-    case 4: return run(multiply_columns<F, Sum, 4>);
-    case 5: return run(multiply_columns<F, Sum, 5>);
-    default: return run(multiply_columns<F, Sum, 6>);
-  }
+  by_rows(rows, [&](auto R) {
+    multiply_columns<F, Sum, R.value>(a, a_stride, packed, packed_stride, sums, stride, start, n, columns, ahead);
+  });
 }
 
 }  // namespace pagedkv::PAGEDKV_NS

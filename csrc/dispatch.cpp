@@ -64,7 +64,8 @@ bool isa_available(Isa isa) {
   if (isa == Isa::avx2) return avx2;
   if (isa == Isa::avx512) return avx512;
   if (isa == Isa::avx512bf16)
-    return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+    return avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
+           __builtin_cpu_supports("avx512vnni");
 #elif defined(PAGEDKV_ARM64)
   return isa == Isa::neon;
 #endif

@@ -25,7 +25,7 @@ else()
 endif()
 set(PAGEDKV_FLAGS_avx2 -mavx2 -mfma -mf16c)
 set(PAGEDKV_FLAGS_avx512 ${PAGEDKV_FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl)
-set(PAGEDKV_FLAGS_avx512bf16 ${PAGEDKV_FLAGS_avx512} -mavx512bf16 -mavx512vbmi)
+set(PAGEDKV_FLAGS_avx512bf16 ${PAGEDKV_FLAGS_avx512} -mavx512bf16 -mavx512vbmi -mavx512vnni)
 
 foreach(topic ${PAGEDKV_TOPICS})
   list(APPEND PAGEDKV_KERNELS ${PAGEDKV_SOURCE}/${topic}.cpp)

@@ -17,9 +17,10 @@ RAGGED = ([1, 5, 300, 64, 700], [1, 5, 37, 1, 1])
 
 
 def tolerance(isa: str, pool: torch.dtype) -> float:
-    """bf16 dot products round the query and the weights to 8 bits; everything else is float32."""
-    narrow = isa == "avx512bf16" and pool not in (torch.float32, torch.float16)
-    return 2e-2 if narrow else 5e-6
+    """bf16 dot products round the query and the weights to 8 bits, integer ones to 15; everything else is float32."""
+    if isa != "avx512bf16" or pool in (torch.float32, torch.float16):
+        return 5e-6
+    return 1e-3 if pool == torch.int8 else 2e-2
 
 
 @pytest.mark.parametrize("pool", POOLS, ids=str)
@@ -68,6 +69,32 @@ def test_b57_a_head_dim_beyond_the_kernels_is_refused_by_name() -> None:
     case = paged_case([5], head_dim=264)
     with pytest.raises(InvalidRequest, match="264"):
         case.attend("native")
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_int8_at_the_ends_of_its_range(isa: str) -> None:
+    """The widest head, every byte at an end, queries of one sign: where integer sums would overflow first."""
+    with forced(isa):
+        for byte in (-128, 127):
+            case = paged_case([300], [3], heads=2, kv_heads=1, head_dim=256, pool_dtype=torch.int8)
+            case.k_pool.fill_(byte)
+            case.v_pool.fill_(byte)
+            case.q.fill_(3.0)
+            assert case.error("native") < tolerance(isa, torch.int8) * 128
+        case.q.zero_()
+        assert case.error("native") < tolerance(isa, torch.int8) * 128
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_nan_in_a_scale_or_a_query_is_not_hidden(isa: str) -> None:
+    with forced(isa):
+        for spoil in ("k_scale", "v_scale", "q"):
+            case = paged_case([70], [1], heads=2, kv_heads=1, head_dim=64, pool_dtype=torch.int8)
+            if spoil == "q":
+                case.q[0, :, 5] = float("nan")
+            else:
+                getattr(case, spoil)[case.tables[0][0], 0, 3] = float("nan")
+            assert case.attend("native").isnan().all(), spoil
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
