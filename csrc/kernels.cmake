@@ -23,7 +23,7 @@ else()
   set(PAGEDKV_DEFINITIONS "")
   set(PAGEDKV_ISAS generic)
 endif()
-set(PAGEDKV_FLAGS_avx2 -mavx2 -mfma -mf16c)
+set(PAGEDKV_FLAGS_avx2 -mavx2 -mfma -mf16c -mprfchw)
 set(PAGEDKV_FLAGS_avx512 ${PAGEDKV_FLAGS_avx2} -mavx512f -mavx512bw -mavx512dq -mavx512vl)
 set(PAGEDKV_FLAGS_avx512bf16 ${PAGEDKV_FLAGS_avx512} -mavx512bf16 -mavx512vbmi -mavx512vnni)
 

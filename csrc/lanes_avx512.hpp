@@ -29,10 +29,7 @@ inline Lanes min(Lanes a, Lanes b) { return _mm512_min_ps(a, b); }
 inline Lanes max(Lanes a, Lanes b) { return _mm512_max_ps(a, b); }
 inline Lanes round(Lanes a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 // a * 2^n for whole n in [-126, 127]
-inline Lanes scale(Lanes a, Lanes n) {
-  return _mm512_mul_ps(a, _mm512_castsi512_ps(_mm512_slli_epi32(
-                              _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23)));
-}
+inline Lanes scale(Lanes a, Lanes n) { return _mm512_scalef_ps(a, n); }
 
 inline Lanes widen_bf16(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
 inline Lanes load_bf16(const uint16_t* p) {

@@ -35,7 +35,9 @@ struct Groups {
     const uint8_t* group = weight.data + at.panel * weight.panel_bytes();
     Lanes acc[R][2];
     for (auto& of_row : acc) of_row[0] = of_row[1] = zero();
+    Output out(product.tail, at.row, R, at.panel, 1);
     for (int64_t g = 0; g < groups; ++g, group += group_bytes(kind), x += kGroup) {
+      out.fetch_some();
       for (int64_t line = 0; line < group_bytes(kind); line += 64) __builtin_prefetch(group + kAheadBytes + line);
       Lanes part[R][2];
       for (auto& of_row : part) of_row[0] = of_row[1] = zero();
@@ -44,7 +46,7 @@ struct Groups {
         const Pairs low = pairs(group, j, 0, table), high = pairs(group, j, 1, table);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
-          const uint32_t pair = pair_at(x + r * product.stride, 2 * j);
+          const uint32_t pair = Step<uint16_t>::value(x + r * product.stride + 2 * j);
           part[r][0] = dot(part[r][0], low, pair);
           part[r][1] = dot(part[r][1], high, pair);
         }
@@ -62,7 +64,7 @@ struct Groups {
         }
       }
     }
-    for (int r = 0; r < R; ++r) finish(product, at.row + r, at.panel, acc[r][0], acc[r][1]);
+    finish(product, acc, 0, at.row, at.panel);
   }
 
  private:

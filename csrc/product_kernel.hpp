@@ -10,92 +10,188 @@ namespace pagedkv::PAGEDKV_LANES {
 
 constexpr int64_t kAheadBytes = 2048;  // of prefetch, for the memory-bound case: few rows
 
-inline uint32_t pair_at(const uint16_t* x, int64_t k) {
-  uint32_t pair;
-  std::memcpy(&pair, x + k, 4);
-  return pair;
-}
+// What a step of the sum needs: 4 bytes of x in each row (a pair of bf16, or one float32) and 64 bytes of a half panel.
+template <typename T>
+struct Step {  // bf16
+  using Columns = Pairs;
+  static Columns columns(const uint8_t* at) { return load_pairs(reinterpret_cast<const uint16_t*>(at)); }
+  static uint32_t value(const uint16_t* x) {
+    uint32_t pair;
+    std::memcpy(&pair, x, 4);
+    return pair;
+  }
+  static Lanes add_product(Lanes acc, Columns w, uint32_t x) { return dot(acc, w, x); }
+};
+template <>
+struct Step<float> {
+  using Columns = Lanes;
+  static Columns columns(const uint8_t* at) { return load(reinterpret_cast<const float*>(at)); }
+  static Lanes value(const float* x) { return broadcast(*x); }
+  static Lanes add_product(Lanes acc, Columns w, Lanes x) { return fma(x, w, acc); }
+};
 
-// acc[r][2 p + h] over all of K: R rows, P panels, halves of 16 columns. w is the first panel.
-template <int R, int P>
-inline void accumulate(Lanes (&acc)[R][2 * P], const uint16_t* x, int64_t stride, const Weight& weight,
-                       const uint8_t* w, int64_t ahead) {
-  const int64_t panel = weight.panel_bytes();
-  const int even = weight.depth & ~1;
-  for (int k = 0; k < even; k += 2) {
-    Pairs b[2 * P];
+// R rows of x that are read side by side. Every third row has a pointer of its own, so that addresses are a pointer
+// and once or twice the stride: with a register for each row there are too few, and moves of spilled ones take the
+// place of products.
+template <int R, typename T>
+struct Rows {
+  Rows(const T* x, int64_t stride) : stride_(stride) {
 #pragma GCC unroll 4
-    for (int c = 0; c < 2 * P; ++c) {
-      const uint8_t* at = w + c / 2 * panel + 2 * k * kPanel + c % 2 * 64;
-      __builtin_prefetch(at + ahead);
-      b[c] = load_pairs(reinterpret_cast<const uint16_t*>(at));
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      const uint32_t pair = pair_at(x + r * stride, k);
-#pragma GCC unroll 4
-      for (int c = 0; c < 2 * P; ++c) acc[r][c] = dot(acc[r][c], b[c], pair);
+    for (int i = 0; i < kPointers; ++i) {
+      pointer_[i] = x + 3 * i * stride;
+#if defined(__GNUC__)
+      asm("" : "+r"(pointer_[i]));  // the compiler would see that one follows from another, and use R registers
+#endif
     }
   }
-  if (even == weight.depth) return;
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < 2 * P; ++c) {
-      const uint8_t* at = w + c / 2 * panel + int64_t{2} * even * kPanel + c % 2 * 64;
-      acc[r][c] = dot(acc[r][c], load_pairs(reinterpret_cast<const uint16_t*>(at)), x[r * stride + even]);
-    }
-}
-
-template <int R, int P>
-inline void accumulate(Lanes (&acc)[R][2 * P], const float* x, int64_t stride, const Weight& weight, const uint8_t* w,
-                       int64_t ahead) {
-  const int64_t panel = weight.panel_bytes();
-  for (int k = 0; k < weight.depth; ++k) {
-    Lanes b[2 * P];
+  const T* operator[](int row) const { return pointer_[row / 3] + row % 3 * stride_; }
+  void advance(int64_t k) {
 #pragma GCC unroll 4
-    for (int c = 0; c < 2 * P; ++c) {
-      const uint8_t* at = w + c / 2 * panel + int64_t{4} * k * kPanel + c % 2 * 64;
-      __builtin_prefetch(at + ahead);
-      b[c] = load(reinterpret_cast<const float*>(at));
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      const Lanes a = broadcast(x[r * stride + k]);
-#pragma GCC unroll 4
-      for (int c = 0; c < 2 * P; ++c) acc[r][c] = fma(a, b[c], acc[r][c]);
-    }
+    for (const T*& pointer : pointer_) pointer += k;
   }
-}
 
-inline void put(const Tail& tail, int64_t row, int64_t column, int count, Lanes v) {
-  const int64_t at = row * tail.stride + column;
-  if (tail.bf16) {
-    uint16_t* out = static_cast<uint16_t*>(tail.out) + at;
-    count == 16 ? store_bf16(out, v) : store_bf16_first(out, v, count);
-    return;
-  }
-  float* out = static_cast<float*>(tail.out) + at;
-  if (tail.kind == TailKind::add) v = add(load_first(out, count), v);
-  count == 16 ? store(out, v) : store_first(out, v, count);
-}
+ private:
+  static constexpr int kPointers = (R + 2) / 3;
+  const T* pointer_[kPointers];
+  int64_t stride_;
+};
 
 inline int lanes_left(int64_t columns) { return static_cast<int>(columns < 0 ? 0 : columns > 16 ? 16 : columns); }
 
-// Both halves of one row of a panel.
-inline void finish(const Product& product, int64_t row, int64_t panel, Lanes low, Lanes high) {
-  const Tail& tail = product.tail;
-  const int64_t column = panel * kPanel;
-  if (tail.bias) {
-    low = add(low, load_first(tail.bias + column, lanes_left(product.weight.columns - column)));
-    const int more = lanes_left(product.weight.columns - column - 16);
-    if (more) high = add(high, load_first(tail.bias + column + 16, more));
+// Where one row of a panel begins in the output.
+inline void* target(const Tail& tail, int64_t row, int64_t panel) {
+  const int64_t at = row * tail.stride + panel * (tail.kind == TailKind::silu_mul ? kPanel / 2 : kPanel);
+  return static_cast<char*>(tail.out) + at * (tail.bf16 ? 2 : 4);
+}
+
+// The output of a tile, asked for row by row while its products run: rows lie far apart, stores that miss the cache
+// would hold up the next tile, and all of them asked for at once hold up the loads of this one.
+constexpr int kFetchRows = 3;    // of the output, at a time
+constexpr int kFetchSteps = 64;  // between two times
+class Output {
+ public:
+  Output(const Tail& tail, int64_t row, int rows, int64_t panel, int panels)
+      : next_(static_cast<const char*>(target(tail, row, panel))),
+        stride_(tail.stride * (tail.bf16 ? 2 : 4)),
+        rows_(rows),
+        bytes_(panels * (tail.kind == TailKind::silu_mul ? kPanel / 2 : kPanel) * (tail.bf16 ? 2 : 4)) {}
+
+  void fetch_some() {
+    const int some = rows_ < kFetchRows ? rows_ : kFetchRows;
+    for (int i = 0; i < some; ++i, next_ += stride_)
+      for (int64_t line = 0; line < bytes_; line += 64) __builtin_prefetch(next_ + line, 1);
+    rows_ -= some;
   }
-  if (tail.kind == TailKind::silu_mul) {
-    put(tail, row, panel * 16, lanes_left(tail.columns - panel * 16), mul(silu(low), high));
+
+ private:
+  const char* next_;
+  int64_t stride_;
+  int rows_;
+  int64_t bytes_;
+};
+
+// acc[r][2 p + h] over all of K: R rows, P panels, halves of 16 columns. w is the first panel. This and what finishes a
+// tile must be inlined: handed to a call, the accumulators would live in memory.
+template <int R, int P, typename T>
+[[gnu::always_inline]] inline void accumulate(Lanes (&acc)[R][2 * P], const T* x, int64_t stride, const Weight& weight,
+                                              const uint8_t* w, int64_t ahead, Output out) {
+  constexpr int kStep = 4 / sizeof(T);
+  const int64_t panel = weight.panel_bytes();
+  Rows<R, T> rows(x, stride);
+  for (int steps = weight.depth / kStep; steps > 0; steps -= kFetchSteps) {
+    out.fetch_some();
+    const uint8_t* const end = w + (steps < kFetchSteps ? steps : kFetchSteps) * int64_t{4} * kPanel;
+#pragma GCC unroll 1
+    for (; w != end; w += 4 * kPanel, rows.advance(kStep)) {
+      typename Step<T>::Columns columns[2 * P];
+#pragma GCC unroll 4
+      for (int c = 0; c < 2 * P; ++c) {
+        const uint8_t* at = w + c / 2 * panel + c % 2 * 64;
+        __builtin_prefetch(at + ahead);
+        columns[c] = Step<T>::columns(at);
+      }
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+        const auto value = Step<T>::value(rows[r]);
+#pragma GCC unroll 4
+        for (int c = 0; c < 2 * P; ++c) acc[r][c] = Step<T>::add_product(acc[r][c], columns[c], value);
+      }
+    }
+  }
+  if (weight.depth % kStep == 0) return;
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r)  // an odd K in bf16: the last one has no partner
+#pragma GCC unroll 4
+    for (int c = 0; c < 2 * P; ++c)
+      acc[r][c] = dot(acc[r][c], load_pairs(reinterpret_cast<const uint16_t*>(w + c / 2 * panel + c % 2 * 64)),
+                      static_cast<uint32_t>(*rows[r]));
+}
+
+template <TailKind kind>
+inline void put(void* out, bool bf16, Lanes v) {
+  if (bf16) return store_bf16(static_cast<uint16_t*>(out), v);
+  float* at = static_cast<float*>(out);
+  store(at, kind == TailKind::add ? add(load(at), v) : v);
+}
+
+template <TailKind kind>
+inline void put_first(void* out, bool bf16, Lanes v, int count) {
+  if (count <= 0) return;
+  if (bf16) return store_bf16_first(static_cast<uint16_t*>(out), v, count);
+  float* at = static_cast<float*>(out);
+  store_first(at, kind == TailKind::add ? add(load_first(at, count), v) : v, count);
+}
+
+template <TailKind kind, int R, int C>
+[[gnu::always_inline]] inline void finish_kind(const Tail& tail, Lanes (&acc)[R][C], int c, int64_t row,
+                                               int64_t panel) {
+  char* out = static_cast<char*>(target(tail, row, panel));
+  const int64_t stride = tail.stride * (tail.bf16 ? 2 : 4), half = 16 * (tail.bf16 ? 2 : 4);  // bytes
+  const int width = kind == TailKind::silu_mul ? 16 : 32;
+  const int64_t left = tail.columns - panel * width;
+  if (left >= width) {
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r, out += stride) {
+      if constexpr (kind == TailKind::silu_mul) {
+        put<kind>(out, tail.bf16, mul(silu(acc[r][c]), acc[r][c + 1]));
+      } else {
+        put<kind>(out, tail.bf16, acc[r][c]);
+        put<kind>(out + half, tail.bf16, acc[r][c + 1]);
+      }
+    }
     return;
   }
-  put(tail, row, column, lanes_left(tail.columns - column), low);
-  const int more = lanes_left(tail.columns - column - 16);
-  if (more) put(tail, row, column + 16, more, high);
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r, out += stride) {
+    if constexpr (kind == TailKind::silu_mul) {
+      put_first<kind>(out, tail.bf16, mul(silu(acc[r][c]), acc[r][c + 1]), lanes_left(left));
+    } else {
+      put_first<kind>(out, tail.bf16, acc[r][c], lanes_left(left));
+      put_first<kind>(out + half, tail.bf16, acc[r][c + 1], lanes_left(left - 16));
+    }
+  }
+}
+
+// Bias and tail of panel `panel`, whose halves are acc[r][c] and acc[r][c + 1].
+template <int R, int C>
+[[gnu::always_inline]] inline void finish(const Product& product, Lanes (&acc)[R][C], int c, int64_t row,
+                                          int64_t panel) {
+  const Tail& tail = product.tail;
+  if (tail.bias) {
+    const int64_t column = panel * kPanel, left = product.weight.columns - column;
+    const Lanes low = load_first(tail.bias + column, lanes_left(left));
+    const Lanes high = left > 16 ? load_first(tail.bias + column + 16, lanes_left(left - 16)) : zero();
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      acc[r][c] = add(acc[r][c], low);
+      acc[r][c + 1] = add(acc[r][c + 1], high);
+    }
+  }
+  switch (tail.kind) {
+    case TailKind::store: return finish_kind<TailKind::store>(tail, acc, c, row, panel);
+    case TailKind::add: return finish_kind<TailKind::add>(tail, acc, c, row, panel);
+    case TailKind::silu_mul: return finish_kind<TailKind::silu_mul>(tail, acc, c, row, panel);
+  }
 }
 
 // One tile's place: its rows start at `row`, in the block of rows that starts at `top`. A tile that is `alone` is the
@@ -115,14 +211,15 @@ struct Dense {
   static void tile(const Product& product, const Place& at) {
     const Weight& weight = product.weight;
     Lanes acc[R][2 * P];
-    for (auto& of_row : acc)
-      for (auto& lanes : of_row) lanes = zero();
-    accumulate<R, P>(acc, static_cast<const T*>(product.x) + at.row * product.stride, product.stride, weight,
-                     weight.data + at.panel * weight.panel_bytes(), at.alone ? kAheadBytes : weight.panel_bytes());
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < 2 * P; ++c) acc[r][c] = zero();
+    accumulate<R, P>(acc, static_cast<const T*>(product.x) + at.row * product.stride, product.stride, weight,
+                     weight.data + at.panel * weight.panel_bytes(), at.alone ? kAheadBytes : weight.panel_bytes(),
+                     {product.tail, at.row, R, at.panel, P});
 #pragma GCC unroll 2
-      for (int p = 0; p < P; ++p) finish(product, at.row + r, at.panel + p, acc[r][2 * p], acc[r][2 * p + 1]);
+    for (int p = 0; p < P; ++p) finish(product, acc, 2 * p, at.row, at.panel + p);
   }
 
   static void begin(const Product&, int64_t, int64_t, float*) {}
