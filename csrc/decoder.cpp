@@ -86,7 +86,7 @@ void Decoder::forward(const DecoderStep& step, const LayerPools& pools, int thre
   {
     char* own = scratch_.data() + omp_get_thread_num() * scratch_.stride;
     const int64_t rows = private_bytes(), attention = rows + attention_bytes();
-    Worker worker{threads, 0, own, own + rows, {reinterpret_cast<float*>(own + attention)}};
+    Worker worker{threads, omp_get_thread_num(), 0, own, own + rows, {reinterpret_cast<float*>(own + attention)}};
     run(step, pools, worker);
   }
 }
@@ -127,7 +127,7 @@ void Decoder::prepare(int64_t tokens, int threads) {
     for (const SharedWeight& packed : {layer.qkv, layer.o, layer.gate_up, layer.down})
       sums = std::max(sums, scratch_bytes(packed->weight()));
   size_buffer(scratch_, threads, private_bytes() + attention_bytes() + static_cast<int64_t>(sums), 1);
-  stages_.reset(static_cast<int64_t>(layers_.size()) * kStagesOfLayer + 2);
+  stages_.reset(static_cast<int64_t>(layers_.size()) * kStagesOfLayer + 2, threads);
 }
 
 int64_t Decoder::private_bytes() const { return kPrivateRows * normed_.stride * (shape_.bf16 ? 2 : 4); }
@@ -139,7 +139,7 @@ int64_t Decoder::attention_bytes() const {
 void Decoder::run(const DecoderStep& step, const LayerPools& pools, Worker& worker) {
   const int64_t tokens = step.num_tokens;
   float* residual = reinterpret_cast<float*>(residual_.data());
-  stages_.run(worker.stage++, tokens, kRowStep, [&](int64_t first, int64_t last) {
+  stages_.run_shares(worker.stage++, worker.thread, tokens, kRowStep, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t)
       read_column(embedding_->weight(), step.token_ids[t], residual + t * residual_.stride);
   });
@@ -161,7 +161,7 @@ void Decoder::run(const DecoderStep& step, const LayerPools& pools, Worker& work
     into_residual(gated_, *layer.down, layer.down_bias);
   }
   const int64_t row_bytes = shape_.hidden * (shape_.bf16 ? 2 : 4);
-  stages_.run(worker.stage++, tokens, kRowStep, [&](int64_t first, int64_t last) {
+  stages_.run_shares(worker.stage++, worker.thread, tokens, kRowStep, [&](int64_t first, int64_t last) {
     norm_rows(final_norm_, first, last, static_cast<char*>(step.hidden) + first * row_bytes, row_bytes);
   });
 }
@@ -182,7 +182,7 @@ void Decoder::project(const DecoderStep& step, const LayerPools& pools, size_t i
                         pools.k[index], pools.v[index], pools.dtype, step.slot_mapping, tokens,
                         pools.num_blocks * pools.block_size, pools.block_size, shape_.num_kv_heads, shape_.head_dim};
   const auto rotate = elementwise_kernels().rotate;
-  stages_.run(worker.stage++, tokens, kRowStep, [&](int64_t first, int64_t last) {
+  stages_.run_shares(worker.stage++, worker.thread, tokens, kRowStep, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
       const int64_t row = step.positions[t] * (width / 2);
       const float *cos = step.cos + row, *sin = step.sin + row;
@@ -202,14 +202,14 @@ void Decoder::attend(const LayerPools& pools, size_t index, Worker& worker) {
                            pools.k[index], pools.v[index], pools.dtype,
                            1.0f / std::sqrt(static_cast<float>(shape_.head_dim)), 0.0f, nullptr};
   const AttentionKernels& kernels = attention_kernels();
-  stages_.run(worker.stage++, static_cast<int64_t>(plan.items.size()), 1, [&](int64_t first, int64_t) {
+  stages_.run_queue(worker.stage++, static_cast<int64_t>(plan.items.size()), 1, [&](int64_t first, int64_t) {
     const size_t item = static_cast<size_t>(first), next = item + static_cast<size_t>(worker.threads);
     kernels.run_item(plan, args, plan.items[item], next < plan.items.size() ? &plan.items[next] : nullptr,
                      worker.attention);
   });
   if (plan.split_tokens.empty()) return;
   const int64_t heads = shape_.num_heads;
-  stages_.run(worker.stage++, static_cast<int64_t>(plan.split_tokens.size()), 1, [&](int64_t first, int64_t) {
+  stages_.run_queue(worker.stage++, static_cast<int64_t>(plan.split_tokens.size()), 1, [&](int64_t first, int64_t) {
     for (int64_t head = 0; head < heads; ++head)
       kernels.merge(plan, args, plan.split_tokens[static_cast<size_t>(first)], static_cast<int32_t>(head));
   });
@@ -230,7 +230,7 @@ void Decoder::product(Product product, const Vector* norm, Worker& worker) {
     product.x = apart ? worker.rows : normed_.data();
     product.stride = normed_.stride;
     if (!apart)
-      stages_.run(worker.stage++, product.rows, kRowStep, [&](int64_t first, int64_t last) {
+      stages_.run_shares(worker.stage++, worker.thread, product.rows, kRowStep, [&](int64_t first, int64_t last) {
         norm_rows(*norm, first, last, normed_.data() + first * row_bytes, row_bytes);
       });
   }
@@ -238,7 +238,7 @@ void Decoder::product(Product product, const Vector* norm, Worker& worker) {
   worker.scratch.block = -1;
   const ProductFn run = product_of(product.weight.kind);
   const int64_t step = product_step(product, worker.threads);
-  stages_.run(worker.stage++, product_items(product), step, [&](int64_t first, int64_t last) {
+  stages_.run_shares(worker.stage++, worker.thread, product_items(product), step, [&](int64_t first, int64_t last) {
     if (!ready) norm_rows(*norm, 0, product.rows, worker.rows, row_bytes);
     ready = true;
     run(product, first, last, worker.scratch);

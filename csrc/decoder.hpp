@@ -89,6 +89,7 @@ class Decoder {
   // One thread of the team: how far it is, and memory of its own.
   struct Worker {
     int threads;  // of the team
+    int thread;   // its number
     int64_t stage;
     char* rows;  // kPrivateRows normed rows
     char* attention;
