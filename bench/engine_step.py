@@ -47,8 +47,8 @@ class NoModel:
         self._logits = torch.rand((256, VOCAB), generator=torch.Generator().manual_seed(0))
         self._hidden = torch.zeros((4096, 1))
 
-    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: object) -> Tensor:  # noqa: ARG002
-        return self._hidden[: len(token_ids)]
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: object, rows: Tensor | None = None) -> Tensor:  # noqa: ARG002
+        return self._hidden[: len(token_ids if rows is None else rows)]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._logits[: len(hidden)]

@@ -85,16 +85,16 @@ LayerPools layer_pools(const std::vector<Pool>& k, const std::vector<Pool>& v, i
   return pools;
 }
 
-// tensors: token_ids, positions, slot_mapping, query_start, seq_lens, block_table, cos, sin, hidden;
-// sizes: tokens, sequences, table width, rotary positions, threads
-void forward(Decoder& decoder, const LayerPools& pools, const std::array<int64_t, 9>& tensors,
-             const std::array<int64_t, 5>& sizes) {
+// tensors: token_ids, positions, slot_mapping, query_start, seq_lens, block_table, cos, sin, rows, hidden;
+// sizes: tokens, sequences, table width, rotary positions, rows, threads
+void forward(Decoder& decoder, const LayerPools& pools, const std::array<int64_t, 10>& tensors,
+             const std::array<int64_t, 6>& sizes) {
   const nb::gil_scoped_release release;
   decoder.forward({at<int64_t>(tensors[0]), at<int64_t>(tensors[1]), at<int64_t>(tensors[2]), sizes[0],
                    static_cast<int32_t>(sizes[1]), at<int32_t>(tensors[3]), at<int32_t>(tensors[4]),
                    at<int32_t>(tensors[5]), sizes[2], at<float>(tensors[6]), at<float>(tensors[7]), sizes[3],
-                   at<void>(tensors[8])},
-                  pools, static_cast<int>(sizes[4]));
+                   at<int64_t>(tensors[8]), sizes[4], at<void>(tensors[9])},
+                  pools, static_cast<int>(sizes[5]));
 }
 
 void logits(Decoder& decoder, int64_t hidden, int64_t rows, int64_t out, int threads) {

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "decoder_wanted.hpp"
 #include "elementwise.hpp"
 
 namespace pagedkv {
@@ -15,6 +16,7 @@ namespace {
 constexpr int64_t kPrivateRows = 8;  // up to here every thread norms the rows for itself, which saves a stage
 constexpr int64_t kRowStep = 8;      // rows that a thread takes at a time where rows are the items
 constexpr int64_t kStagesOfLayer = 9;
+constexpr int64_t kOtherStages = 3;  // embedding, the choice of wanted rows, final norm
 
 void require(bool holds, const std::string& message) {
   if (!holds) throw std::invalid_argument(message);
@@ -104,6 +106,10 @@ void Decoder::check(const DecoderStep& step, const LayerPools& pools) const {
   }
   require(step.num_seqs == 0 || step.query_start[step.num_seqs] == step.num_tokens,
           "query_start does not end at the number of tokens, " + number(step.num_tokens));
+  for (int64_t i = 0; i < step.num_rows; ++i)
+    require(step.rows[i] < step.num_tokens && step.rows[i] > (i ? step.rows[i - 1] : -1),
+            "wanted row " + number(step.rows[i]) + " is not behind the one before and within the step's " +
+                number(step.num_tokens) + " tokens");
   check_slots(step.slot_mapping, step.num_tokens, pools.num_blocks * pools.block_size);
 }
 
@@ -113,6 +119,11 @@ void Decoder::plan(const DecoderStep& step, const LayerPools& pools) {
     plans_[i].build({step.num_seqs, step.query_start, step.seq_lens, step.block_table, step.table_width,
                      pools.block_size, pools.num_blocks, shape_.num_heads, shape_.num_kv_heads, shape_.head_dim,
                      windows_[i]});
+  if (step.num_rows == step.num_tokens || layers_.empty()) return;
+  const WantedTokens wanted(step);
+  last_plan_.build({wanted.num_seqs(), wanted.query_start.data(), wanted.seq_lens.data(), wanted.block_table.data(),
+                    step.table_width, pools.block_size, pools.num_blocks, shape_.num_heads, shape_.num_kv_heads,
+                    shape_.head_dim, layers_.back().window});
 }
 
 void Decoder::prepare(int64_t tokens, int threads) {
@@ -127,7 +138,7 @@ void Decoder::prepare(int64_t tokens, int threads) {
     for (const SharedWeight& packed : {layer.qkv, layer.o, layer.gate_up, layer.down})
       sums = std::max(sums, scratch_bytes(packed->weight()));
   size_buffer(scratch_, threads, private_bytes() + attention_bytes() + static_cast<int64_t>(sums), 1);
-  stages_.reset(static_cast<int64_t>(layers_.size()) * kStagesOfLayer + 2, threads);
+  stages_.reset(static_cast<int64_t>(layers_.size()) * kStagesOfLayer + kOtherStages, threads);
 }
 
 int64_t Decoder::private_bytes() const { return kPrivateRows * normed_.stride * (shape_.bf16 ? 2 : 4); }
@@ -137,7 +148,7 @@ int64_t Decoder::attention_bytes() const {
 }
 
 void Decoder::run(const DecoderStep& step, const LayerPools& pools, Worker& worker) {
-  const int64_t tokens = step.num_tokens;
+  int64_t tokens = step.num_tokens;
   float* residual = reinterpret_cast<float*>(residual_.data());
   stages_.run_shares(worker.stage++, worker.thread, tokens, kRowStep, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t)
@@ -149,8 +160,15 @@ void Decoder::run(const DecoderStep& step, const LayerPools& pools, Worker& work
   };
   for (size_t index = 0; index < layers_.size(); ++index) {
     const DecoderLayer& layer = layers_[index];
+    const auto window = std::find(windows_.begin(), windows_.end(), layer.window) - windows_.begin();
+    const AttentionPlan* plan = &plans_[static_cast<size_t>(window)];
     project(step, pools, index, worker);
-    attend(pools, index, worker);
+    if (index + 1 == layers_.size() && step.num_rows < tokens) {
+      keep_wanted(step, worker);
+      tokens = step.num_rows;
+      plan = &last_plan_;
+    }
+    attend(pools, index, *plan, worker);
     into_residual(context_, *layer.o, layer.o_bias);
     Product gate_up;
     gate_up.rows = tokens;
@@ -194,9 +212,21 @@ void Decoder::project(const DecoderStep& step, const LayerPools& pools, size_t i
   });
 }
 
-void Decoder::attend(const LayerPools& pools, size_t index, Worker& worker) {
-  const auto window = std::find(windows_.begin(), windows_.end(), layers_[index].window) - windows_.begin();
-  const AttentionPlan& plan = plans_[static_cast<size_t>(window)];
+// Moves the wanted rows of the residual stream and of q to the front.
+void Decoder::keep_wanted(const DecoderStep& step, Worker& worker) {
+  float* residual = reinterpret_cast<float*>(residual_.data());
+  float* q = reinterpret_cast<float*>(qkv_.data());
+  stages_.run_queue(worker.stage++, 1, 1, [&](int64_t, int64_t) {  // in order: a row moves to where another was
+    for (int64_t i = 0; i < step.num_rows; ++i) {
+      const int64_t from = step.rows[i];
+      if (from == i) continue;
+      std::copy_n(residual + from * residual_.stride, shape_.hidden, residual + i * residual_.stride);
+      std::copy_n(q + from * qkv_.stride, shape_.heads_width(), q + i * qkv_.stride);
+    }
+  });
+}
+
+void Decoder::attend(const LayerPools& pools, size_t index, const AttentionPlan& plan, Worker& worker) {
   const AttentionArgs args{{qkv_.data(), DType::f32, qkv_.stride, shape_.head_dim},
                            {context_.data(), shape_.bf16 ? DType::bf16 : DType::f32, context_.stride, shape_.head_dim},
                            pools.k[index], pools.v[index], pools.dtype,

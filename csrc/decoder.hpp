@@ -64,7 +64,9 @@ struct DecoderStep {
   const float* cos;  // [num_positions, head_dim / 2]
   const float* sin;
   int64_t num_positions;
-  void* hidden;  // out: [T, hidden] of the activations' dtype
+  const int64_t* rows;  // [num_rows] ascending: the tokens whose hidden states are wanted
+  int64_t num_rows;
+  void* hidden;  // out: [num_rows, hidden] of the activations' dtype
 };
 
 class Decoder {
@@ -75,8 +77,9 @@ class Decoder {
   // Throws std::invalid_argument for a weight or vector of another size than the shape asks for.
   void add_layer(DecoderLayer layer);
 
-  // Writes the KV of the new tokens into the pools and the hidden states into step.hidden. Throws
-  // std::invalid_argument for a token id, position, slot, block or pool that does not fit, before anything is written.
+  // Writes the KV of the new tokens into the pools and the hidden states of the wanted ones into step.hidden: behind
+  // the last layer's KV only those go on. Throws std::invalid_argument for a token id, position, slot, row, block or
+  // pool that does not fit, before anything is written.
   // Not re-entrant: the workspace belongs to the decoder.
   void forward(const DecoderStep& step, const LayerPools& pools, int threads);
 
@@ -103,7 +106,8 @@ class Decoder {
   int64_t attention_bytes() const;
   void run(const DecoderStep& step, const LayerPools& pools, Worker& worker);
   void project(const DecoderStep& step, const LayerPools& pools, size_t index, Worker& worker);
-  void attend(const LayerPools& pools, size_t index, Worker& worker);
+  void keep_wanted(const DecoderStep& step, Worker& worker);
+  void attend(const LayerPools& pools, size_t index, const AttentionPlan& plan, Worker& worker);
   void norm_rows(const Vector& weight, int64_t first, int64_t last, char* out, int64_t row_bytes) const;
   void product(Product product, const Vector* norm, Worker& worker);
 
@@ -116,6 +120,7 @@ class Decoder {
   // Plans by window, made once per forward.
   std::vector<int32_t> windows_;
   std::vector<AttentionPlan> plans_;
+  AttentionPlan last_plan_;  // of the wanted tokens, where they are not all
 
   Stages stages_;
 

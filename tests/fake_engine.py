@@ -80,7 +80,7 @@ class FakeModel:
     poison: set[int] = field(default_factory=set)
     fail_at: int | None = None
 
-    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: FakePool) -> Tensor:
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: FakePool, rows: Tensor | None = None) -> Tensor:
         if self.fail_at is not None and len(self.batches) >= self.fail_at:
             raise RuntimeError("the fake model was told to fail")
         size = batch.block_size
@@ -98,7 +98,7 @@ class FakeModel:
                 state = ROOT if position == 0 else int(values[table[row][before // size] * size + before % size])
                 values[slot] = hidden[t, 0] = mix(state, tokens[t])
         self.batches.append((len(tokens), len(lengths)))
-        return hidden
+        return hidden if rows is None else hidden[rows]
 
     def logits(self, hidden: Tensor) -> Tensor:
         rows = [self.row(int(state)) for state in hidden[:, 0].tolist()]

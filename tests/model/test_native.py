@@ -208,6 +208,44 @@ def test_load_picks_it_on_a_cpu(tiny_model: Callable[..., Path]) -> None:
         load_model(tiny_model(hidden_size=68, head_dim=16, torch_dtype="bfloat16"), device="cpu", quantization="int8")
 
 
+@pytest.mark.parametrize("isa", native.instruction_sets(), indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
+def test_wanted_rows_have_the_bits_they_have_among_all(
+    name: str, dtype: torch.dtype, isa: str, parts: Callable[..., Any]
+) -> None:
+    """Two prefills behind a history and a decode: any choice of rows, and the same KV is left behind."""
+    config, weights = parts(name)
+    model = NativeDecoder(config, weights, dtype=dtype)
+    tables, lengths, new = [[0, 3, 5, 7], [1, 2, 4, 6], [8, 9, 10, 11]], [40, 57, 33], [24, 41, 1]
+    choices: list[list[int]] = [[], [23], [64, 65], [23, 64, 65], list(range(24)), [0, 1, 22, 24, 30, 31], [*range(66)]]
+
+    def forward(rows: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        pool = make(config, 12, "auto")
+        pool.data.zero_()
+        for table, length, count in zip(tables, lengths, new, strict=True):
+            done = length - count
+            model.forward(torch.tensor(IDS[:done]), AttentionBatch.build([table], [done], [done], 16), pool)
+        ids = [x for length, count in zip(lengths, new, strict=True) for x in IDS[length - count : length]]
+        return model.forward(torch.tensor(ids), AttentionBatch.build(tables, lengths, new, 16), pool, rows), pool.data
+
+    every, kv = forward(None)
+    for choice in choices:
+        rows = torch.tensor(choice, dtype=torch.int64)
+        hidden, left = forward(rows)
+        assert torch.equal(hidden, every[rows]), (isa, choice)
+        assert torch.equal(left, kv), (isa, choice)
+
+
+def test_the_torch_decoder_gives_the_same_choice_of_rows(parts: Callable[..., Any]) -> None:
+    model = reference(*parts("llama"), torch.float32)
+    pool, table = make_pool(model, 12, 4)
+    batch = AttentionBatch.build([table], [9], [9], 4)
+    every = model.forward(torch.tensor(IDS[:9]), batch, pool)
+    rows = torch.tensor([0, 4, 8])
+    assert torch.equal(model.forward(torch.tensor(IDS[:9]), batch, pool, rows), every[rows])
+
+
 def test_what_a_step_gets_wrong_is_named_and_nothing_is_written(parts: Callable[..., Any]) -> None:
     config, weights = parts("llama")
     model = NativeDecoder(config, weights)
@@ -228,6 +266,9 @@ def test_what_a_step_gets_wrong_is_named_and_nothing_is_written(parts: Callable[
         forward([1, 2, 3], AttentionBatch.build([[99, 1]], [3], [3], 4))
     with pytest.raises(InvalidRequest, match="int64"):
         model.forward(torch.tensor([1, 2, 3], dtype=torch.int32), batch, pool)
+    for rows, wrong in (([0, 3], "wanted row 3"), ([1, 1], "wanted row 1"), ([-1], "wanted row -1")):
+        with pytest.raises(InvalidRequest, match=wrong):
+            model.forward(torch.tensor([1, 2, 3]), batch, pool, torch.tensor(rows))
     other = KVPool(4, config.num_layers, config.num_kv_heads + 1, 4, config.head_dim)
     with pytest.raises(InvalidRequest, match="2 KV heads of 16"):
         model.forward(torch.tensor([1, 2, 3]), batch, other)

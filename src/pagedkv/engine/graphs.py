@@ -118,14 +118,14 @@ class GraphedModel:
         return self._model.device
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: Pool) -> Tensor:
-        """Hidden states [T, hidden], as the model's own ``forward`` gives them."""
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: Pool, rows: Tensor | None = None) -> Tensor:
+        """Hidden states [T, hidden] (or of ``rows``), as the model's own ``forward`` gives them."""
         num_seqs = batch.num_seqs
         size = next((size for size in self.sizes if size >= num_seqs), 0)
         recorded = self._recorded.get((size, SharedPrefixes in batch.plans))
         decode = batch.max_query_len == 1 and batch.num_tokens == num_seqs > 0
         if recorded is None or not decode or kv is not self._kv:
-            return self._model.forward(token_ids, batch, kv)
+            return self._model.forward(token_ids, batch, kv, rows)
         if batch.max_seq_len > self._max_model_len:
             raise InvalidRequest(
                 f"a sequence of {batch.max_seq_len} tokens; decode was recorded for at most {self._max_model_len}",
@@ -135,7 +135,7 @@ class GraphedModel:
         if SharedPrefixes in batch.plans:
             self._fill_groups(batch.plans[SharedPrefixes], num_seqs, size)
         recorded.replay()
-        return recorded.output[:num_seqs]
+        return recorded.output[:num_seqs] if rows is None else recorded.output[rows]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As the model's own."""

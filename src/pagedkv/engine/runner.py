@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ class Model(Protocol):
 
     @property
     def device(self) -> torch.device: ...
-    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: Pool) -> Tensor: ...
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: Pool, rows: Tensor | None = None) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
@@ -47,7 +47,10 @@ class Pool(Protocol):
 
 
 class StepResult:
-    """What a forward pass gave. Logits are float32 [R, vocab_size], computed for the rows that are asked for."""
+    """What a forward pass gave. Logits are float32 [R, vocab_size], computed for the rows that are asked for.
+
+    hidden: of the tokens that ``Wanted`` names; ends: where each chunk's last token is among them.
+    """
 
     def __init__(self, model: Model, hidden: Tensor, ends: Seq[int]) -> None:
         self._model = model
@@ -65,6 +68,30 @@ class StepResult:
         first = int(self._ends[index]) - chunk.num_tokens + 1
         for start in range(first, first + count, LOGIT_ROWS):
             yield self._model.logits(self._hidden[start : min(start + LOGIT_ROWS, first + count)])
+
+
+class Wanted(NamedTuple):
+    """The tokens of a step whose logits may be asked for: the model leaves out what only the others would need.
+
+    rows: of the batch, ascending (None: all of them); ends: where the last token of each chunk is among them. A chunk
+    that stops short of its sequence's end gives no token; if the log-probabilities of its prompt are wanted, all of it.
+    """
+
+    rows: list[int] | None
+    ends: list[int]
+
+    @classmethod
+    def of(cls, plan: StepPlan, ends: list[int]) -> Wanted:
+        """ends: the row of each chunk's last token in the batch."""
+        rows: list[int] = []
+        places: list[int] = []
+        for chunk, end in zip(plan.chunks.values(), ends, strict=True):
+            if chunk.seq.request.prompt_logprobs is not None:
+                rows += range(end - chunk.num_tokens + 1, end + 1)
+            elif chunk.end == chunk.seq.num_tokens:
+                rows.append(end)
+            places.append(len(rows) - 1)
+        return cls(None, ends) if len(rows) == plan.num_tokens else cls(rows, places)
 
 
 class ModelRunner:
@@ -101,7 +128,9 @@ class ModelRunner:
         if self._sharing is not None:
             self._sharing.add(plan, batch.attention)
         built = self._clock()
-        hidden = self.model.forward(batch.token_ids, batch.attention, self.pool)
+        wanted = Wanted.of(plan, batch.ends.tolist())
+        rows = None if wanted.rows is None else torch.tensor(wanted.rows, dtype=torch.int64, device=self.model.device)
+        hidden = self.model.forward(batch.token_ids, batch.attention, self.pool, rows)
         self.build_seconds += built - begin
         self.forward_seconds += self._clock() - built
-        return StepResult(self.model, hidden, batch.ends.tolist())
+        return StepResult(self.model, hidden, wanted.ends)

@@ -54,7 +54,7 @@ class LanguageModel(Protocol):
     exact: bool
     nbytes: int
 
-    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor: ...
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore, rows: Tensor | None = None) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -95,14 +95,17 @@ class Decoder:
         self.nbytes = self._embedding.nbytes + self._head.nbytes + sum(layer.nbytes for layer in self._layers)
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
-        """Hidden states [T, hidden] after the final norm, of token_ids int64 [T]; their KV is written into ``kv``."""
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore, rows: Tensor | None = None) -> Tensor:
+        """Hidden states [T, hidden] after the final norm, of token_ids int64 [T]; their KV is written into ``kv``.
+
+        rows: int64 [R], ascending; then [R, hidden] of these tokens alone comes back.
+        """
         cos_sin = self._rotary.at(batch.positions, batch.max_seq_len)
         hidden = F.embedding(token_ids, self._embedding)
         for index, layer in enumerate(self._layers):
             hidden = hidden + layer.attend(hidden, cos_sin, batch, kv, index, self._attention)
             hidden = hidden + layer.mlp(hidden)
-        return rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)
+        return rms_norm(hidden if rows is None else hidden[rows], self._final_norm, self.config.rms_norm_eps)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -79,11 +79,16 @@ class NativeDecoder:
         self.nbytes = pack.nbytes
         self.kinds = pack.kinds
 
-    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore) -> Tensor:
-        """Hidden states [T, hidden] after the final norm, of token_ids int64 [T]; their KV is written into ``kv``."""
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, kv: KVStore, rows: Tensor | None = None) -> Tensor:
+        """Hidden states [T, hidden] after the final norm, of token_ids int64 [T]; their KV is written into ``kv``.
+
+        rows: int64 [R], ascending; then [R, hidden] of these tokens alone comes back, and behind the last layer's KV
+        nothing is computed for the others.
+        """
         self._rotary.grow(batch.max_seq_len)
         cos, sin = self._rotary.cos, self._rotary.sin
-        hidden = torch.empty((token_ids.shape[0], self.config.hidden_size), dtype=self.dtype)
+        rows = torch.arange(token_ids.shape[0]) if rows is None else rows
+        hidden = torch.empty((rows.shape[0], self.config.hidden_size), dtype=self.dtype)
         tensors = (
             _dense("token_ids", token_ids, torch.int64),
             _dense("positions", batch.positions, torch.int64),
@@ -96,8 +101,10 @@ class NativeDecoder:
             raise InvalidRequest(
                 f"{token_ids.shape[0]} token ids, but the batch has {batch.num_tokens}", field="token_ids"
             )
-        sizes = (token_ids.shape[0], batch.num_seqs, batch.block_table.shape[1], cos.shape[0], torch.get_num_threads())
-        addresses = (*tensors, cos.data_ptr(), sin.data_ptr(), hidden.data_ptr())
+        shape = (token_ids.shape[0], batch.num_seqs, batch.block_table.shape[1], cos.shape[0])
+        sizes = (*shape, rows.shape[0], torch.get_num_threads())
+        wanted = _dense("rows", rows, torch.int64)
+        addresses = (*tensors, cos.data_ptr(), sin.data_ptr(), wanted, hidden.data_ptr())
         try:
             self._native.forward(self._pools_of(kv), addresses, sizes)
         except ValueError as error:
