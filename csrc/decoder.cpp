@@ -28,17 +28,12 @@ const float* or_null(const Vector& values) { return values.empty() ? nullptr : v
 
 }  // namespace
 
-char* Decoder::Buffer::data() const {
-  const auto address = reinterpret_cast<uintptr_t>(bytes.data());
-  return const_cast<char*>(bytes.data()) + (64 - address % 64) % 64;
-}
-
-void Decoder::size_buffer(Buffer& buffer, int64_t rows, int64_t width, int64_t element) {
+// The bytes of so many rows, padded so that neighbours do not fall into one cache set.
+int64_t Decoder::size_buffer(Buffer& buffer, int64_t rows, int64_t width, int64_t element) {
   int64_t lines = (width * element + 63) / 64;
   lines += 1 - lines % 2;  // an odd number of cache lines: rows spread over all sets
   buffer.stride = lines * 64 / element;
-  const auto bytes = static_cast<size_t>(rows * lines * 64 + 64);
-  if (buffer.bytes.size() < bytes) buffer.bytes.resize(bytes);
+  return rows * lines * 64;
 }
 
 Decoder::Decoder(const DecoderShape& shape, SharedWeight embedding, SharedWeight head, Vector final_norm)
@@ -86,7 +81,7 @@ void Decoder::forward(const DecoderStep& step, const LayerPools& pools, int thre
   prepare(step.num_tokens, threads);
 #pragma omp parallel num_threads(threads)
   {
-    char* own = scratch_.data() + omp_get_thread_num() * scratch_.stride;
+    char* own = scratch_.data + omp_get_thread_num() * scratch_.stride;
     const int64_t rows = private_bytes(), attention = rows + attention_bytes();
     Worker worker{threads, omp_get_thread_num(), 0, own, own + rows, {reinterpret_cast<float*>(own + attention)}};
     run(step, pools, worker);
@@ -128,16 +123,28 @@ void Decoder::plan(const DecoderStep& step, const LayerPools& pools) {
 
 void Decoder::prepare(int64_t tokens, int threads) {
   const int64_t element = shape_.bf16 ? 2 : 4;
-  size_buffer(residual_, tokens, shape_.hidden, 4);
-  size_buffer(normed_, tokens, shape_.hidden, element);
-  size_buffer(qkv_, tokens, shape_.qkv_width(), 4);
-  size_buffer(context_, tokens, shape_.heads_width(), element);
-  size_buffer(gated_, tokens, shape_.intermediate, element);
+  const int64_t residual = size_buffer(residual_, tokens, shape_.hidden, 4);
+  const int64_t narrow = std::max(size_buffer(normed_, tokens, shape_.hidden, element),
+                                  size_buffer(context_, tokens, shape_.heads_width(), element));
+  const int64_t wide = std::max(size_buffer(qkv_, tokens, shape_.qkv_width(), 4),
+                                size_buffer(gated_, tokens, shape_.intermediate, element));
   size_t sums = scratch_bytes(head_->weight());
   for (const DecoderLayer& layer : layers_)
     for (const SharedWeight& packed : {layer.qkv, layer.o, layer.gate_up, layer.down})
       sums = std::max(sums, scratch_bytes(packed->weight()));
-  size_buffer(scratch_, threads, private_bytes() + attention_bytes() + static_cast<int64_t>(sums), 1);
+  const int64_t own = private_bytes() + attention_bytes() + static_cast<int64_t>(sums);
+  const int64_t total = residual + narrow + wide + size_buffer(scratch_, threads, own, 1);
+  if (total > workspace_bytes_) {
+    memory_ = nullptr;  // first, so that there are never two
+    workspace_bytes_ = 0;
+    memory_ = std::make_unique<WeightArena>();
+    workspace_ = reinterpret_cast<char*>(memory_->take(total));
+    workspace_bytes_ = total;
+  }
+  residual_.data = workspace_;
+  normed_.data = context_.data = residual_.data + residual;
+  qkv_.data = gated_.data = normed_.data + narrow;
+  scratch_.data = qkv_.data + wide;
   stages_.reset(static_cast<int64_t>(layers_.size()) * kStagesOfLayer + kOtherStages, threads);
 }
 
@@ -149,14 +156,14 @@ int64_t Decoder::attention_bytes() const {
 
 void Decoder::run(const DecoderStep& step, const LayerPools& pools, Worker& worker) {
   int64_t tokens = step.num_tokens;
-  float* residual = reinterpret_cast<float*>(residual_.data());
+  float* residual = reinterpret_cast<float*>(residual_.data);
   stages_.run_shares(worker.stage++, worker.thread, tokens, kRowStep, [&](int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t)
       read_column(embedding_->weight(), step.token_ids[t], residual + t * residual_.stride);
   });
   const auto into_residual = [&](const Buffer& from, const PackedWeight& packed, const Vector& bias) {
     const Tail tail{TailKind::add, or_null(bias), residual, residual_.stride, shape_.hidden, false};
-    product({from.data(), from.stride, tokens, packed.weight(), tail}, nullptr, worker);
+    product({from.data, from.stride, tokens, packed.weight(), tail}, nullptr, worker);
   };
   for (size_t index = 0; index < layers_.size(); ++index) {
     const DecoderLayer& layer = layers_[index];
@@ -173,7 +180,7 @@ void Decoder::run(const DecoderStep& step, const LayerPools& pools, Worker& work
     Product gate_up;
     gate_up.rows = tokens;
     gate_up.weight = layer.gate_up->weight();
-    gate_up.tail = {TailKind::silu_mul, or_null(layer.gate_up_bias), gated_.data(), gated_.stride, shape_.intermediate,
+    gate_up.tail = {TailKind::silu_mul, or_null(layer.gate_up_bias), gated_.data, gated_.stride, shape_.intermediate,
                     shape_.bf16};
     product(gate_up, &layer.post_norm, worker);
     into_residual(gated_, *layer.down, layer.down_bias);
@@ -188,7 +195,7 @@ void Decoder::run(const DecoderStep& step, const LayerPools& pools, Worker& work
 void Decoder::project(const DecoderStep& step, const LayerPools& pools, size_t index, Worker& worker) {
   const DecoderLayer& layer = layers_[index];
   const int64_t tokens = step.num_tokens, width = shape_.head_dim;
-  float* qkv = reinterpret_cast<float*>(qkv_.data());
+  float* qkv = reinterpret_cast<float*>(qkv_.data);
   Product all;
   all.rows = tokens;
   all.weight = layer.qkv->weight();
@@ -214,8 +221,8 @@ void Decoder::project(const DecoderStep& step, const LayerPools& pools, size_t i
 
 // Moves the wanted rows of the residual stream and of q to the front.
 void Decoder::keep_wanted(const DecoderStep& step, Worker& worker) {
-  float* residual = reinterpret_cast<float*>(residual_.data());
-  float* q = reinterpret_cast<float*>(qkv_.data());
+  float* residual = reinterpret_cast<float*>(residual_.data);
+  float* q = reinterpret_cast<float*>(qkv_.data);
   stages_.run_queue(worker.stage++, 1, 1, [&](int64_t, int64_t) {  // in order: a row moves to where another was
     for (int64_t i = 0; i < step.num_rows; ++i) {
       const int64_t from = step.rows[i];
@@ -227,8 +234,8 @@ void Decoder::keep_wanted(const DecoderStep& step, Worker& worker) {
 }
 
 void Decoder::attend(const LayerPools& pools, size_t index, const AttentionPlan& plan, Worker& worker) {
-  const AttentionArgs args{{qkv_.data(), DType::f32, qkv_.stride, shape_.head_dim},
-                           {context_.data(), shape_.bf16 ? DType::bf16 : DType::f32, context_.stride, shape_.head_dim},
+  const AttentionArgs args{{qkv_.data, DType::f32, qkv_.stride, shape_.head_dim},
+                           {context_.data, shape_.bf16 ? DType::bf16 : DType::f32, context_.stride, shape_.head_dim},
                            pools.k[index], pools.v[index], pools.dtype,
                            1.0f / std::sqrt(static_cast<float>(shape_.head_dim)), 0.0f, nullptr};
   const AttentionKernels& kernels = attention_kernels();
@@ -246,7 +253,7 @@ void Decoder::attend(const LayerPools& pools, size_t index, const AttentionPlan&
 }
 
 void Decoder::norm_rows(const Vector& weight, int64_t first, int64_t last, char* out, int64_t row_bytes) const {
-  const float* residual = reinterpret_cast<const float*>(residual_.data());
+  const float* residual = reinterpret_cast<const float*>(residual_.data);
   for (int64_t t = first; t < last; ++t, out += row_bytes)
     elementwise_kernels().rms_norm(residual + t * residual_.stride, weight.data(), shape_.eps, shape_.hidden, out,
                                    shape_.bf16);
@@ -257,11 +264,11 @@ void Decoder::product(Product product, const Vector* norm, Worker& worker) {
   const int64_t row_bytes = normed_.stride * (shape_.bf16 ? 2 : 4);
   const bool apart = norm && product.rows <= kPrivateRows;
   if (norm) {
-    product.x = apart ? worker.rows : normed_.data();
+    product.x = apart ? worker.rows : normed_.data;
     product.stride = normed_.stride;
     if (!apart)
       stages_.run_shares(worker.stage++, worker.thread, product.rows, kRowStep, [&](int64_t first, int64_t last) {
-        norm_rows(*norm, first, last, normed_.data() + first * row_bytes, row_bytes);
+        norm_rows(*norm, first, last, normed_.data + first * row_bytes, row_bytes);
       });
   }
   bool ready = !apart;  // a thread that gets no item norms nothing: the rows may be changing already

@@ -124,14 +124,17 @@ class Decoder {
 
   Stages stages_;
 
-  // Workspace, kept between calls; rows are padded so that neighbours do not fall into one cache set.
+  // Workspace, kept between calls, in huge pages. What is never alive at one time shares its memory: q, k and v with
+  // the gated rows, the normed rows with the context.
   struct Buffer {
-    std::vector<char> bytes;
+    char* data = nullptr;
     int64_t stride = 0;  // elements between rows
-    char* data() const;
   };
-  void size_buffer(Buffer& buffer, int64_t rows, int64_t width, int64_t element);
+  static int64_t size_buffer(Buffer& buffer, int64_t rows, int64_t width, int64_t element);
   Buffer residual_, normed_, qkv_, context_, gated_, scratch_;
+  std::unique_ptr<WeightArena> memory_;
+  char* workspace_ = nullptr;
+  int64_t workspace_bytes_ = 0;
 };
 
 }  // namespace pagedkv
