@@ -10,6 +10,8 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.server.chat import plain_messages
 from pagedkv.server.errors import error_response
 from pagedkv.server.insight import MAX_KEPT
+from pagedkv.server.replies import json_reply
+from pagedkv.server.route import BodyRoute
 from pagedkv.server.schema import (
     Detokenized,
     DetokenizeRequest,
@@ -25,7 +27,7 @@ from pagedkv.server.schema import (
 )
 from pagedkv.server.serving import ModelNotServed, Serving, tenant_of
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.get("/health", response_model=Health, responses={503: {"model": Health}})
@@ -72,8 +74,8 @@ async def model(name: str, request: Request) -> ModelCard:
     return card(serving, name)
 
 
-@router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, request: Request) -> Tokenized:
+@router.post("/tokenize", response_model=Tokenized)
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     serving: Serving = request.app.state.serving
     serving.check_model(body.model)
     tokenizer = serving.llm.tokenizer
@@ -90,18 +92,19 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Tokenized:
             **(body.chat_template_kwargs or {}),
         )
     strings = [tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
-    return Tokenized(count=len(ids), max_model_len=serving.llm.max_model_len, tokens=ids, token_strs=strings)
+    answer = Tokenized(count=len(ids), max_model_len=serving.llm.max_model_len, tokens=ids, token_strs=strings)
+    return json_reply(answer)
 
 
-@router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, request: Request) -> Detokenized:
+@router.post("/detokenize", response_model=Detokenized)
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     serving: Serving = request.app.state.serving
     serving.check_model(body.model)
     size = serving.llm.tokenizer.vocab_size
     for token_id in body.tokens:
         if not 0 <= token_id < size:
             raise InvalidRequest(f"tokens: id {token_id} is not in the vocabulary of {size}", field="tokens")
-    return Detokenized(prompt=serving.llm.tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return json_reply(Detokenized(prompt=serving.llm.tokenizer.decode(body.tokens, skip_special_tokens=False)))
 
 
 @router.post("/reset_prefix_cache")

@@ -15,6 +15,7 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.server import serving as flow
 from pagedkv.server.logprobs import chat_logprobs, prompt_logprobs
 from pagedkv.server.replies import STREAMS, event_stream, json_reply
+from pagedkv.server.route import BodyRoute
 from pagedkv.server.schema import (
     ChatChoice,
     ChatCompletion,
@@ -33,7 +34,7 @@ from pagedkv.server.serving import Delta, Serving
 from pagedkv.server.structured import with_structure
 from pagedkv.server.tools import CallDelta, Parsed, ToolCallParser, tool_prompt
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

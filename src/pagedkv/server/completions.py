@@ -15,6 +15,7 @@ from pagedkv.errors import InvalidRequest
 from pagedkv.server import serving as flow
 from pagedkv.server.logprobs import TextOffsets, completion_logprobs, prompt_logprobs
 from pagedkv.server.replies import STREAMS, event_stream, json_reply
+from pagedkv.server.route import BodyRoute
 from pagedkv.server.schema import (
     MAX_PROMPTS,
     Completion,
@@ -25,7 +26,7 @@ from pagedkv.server.schema import (
 from pagedkv.server.serving import Delta, Serving
 from pagedkv.server.structured import with_structure
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:

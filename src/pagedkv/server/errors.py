@@ -93,13 +93,9 @@ def install(app: FastAPI) -> None:
     """Registers the handlers; nothing leaves the server in another shape."""
 
     @app.exception_handler(RequestValidationError)
-    async def validation(request: Request, error: RequestValidationError) -> JSONResponse:
+    async def validation(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         field = field_of(first["loc"])
-        kind = request.headers.get("Content-Type", "")
-        if first["loc"] == ("body",) and first.get("input") and "json" not in kind.lower():
-            sent = f"not {kind[:100]}" if kind else "which is missing"
-            return error_response(400, f"the body must come with the header Content-Type: application/json, {sent}")
         if first["type"] == "json_invalid":
             return error_response(400, f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}")
         return error_response(400, f"{field or 'body'}: {first['msg']}", param=field)
