@@ -116,13 +116,12 @@ class AsyncLLM:
         salt = joint_salt(cache_salt, tenant)
         name = uuid4().hex if request_id is None else request_id
 
-        def enter(engine: Engine) -> None:
-            key = engine.add_request(name, tokenised, params, priority=priority, cache_salt=salt, explain=explain)
-            self._thread.follow(stream, key)
+        def add(engine: Engine) -> int:
+            return engine.add_request(name, tokenised, params, priority=priority, cache_salt=salt, explain=explain)
 
         ended = False
         try:
-            await asyncio.wrap_future(self._thread.call(enter))
+            self._thread.enter(stream, add)
             while not ended:
                 output = await stream.next()
                 ended = output.finished
@@ -131,6 +130,7 @@ class AsyncLLM:
                 yield output
         finally:
             if not ended:  # also when it was cancelled before it entered: this call comes after that one
+                stream.closed = True
                 self._thread.call(lambda engine: self._leave(engine, stream))
 
     def chat_prompt(

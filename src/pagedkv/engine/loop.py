@@ -16,7 +16,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 from pagedkv.engine.engine import Engine
 from pagedkv.engine.metrics import EngineStats
@@ -30,13 +31,15 @@ _log = logging.getLogger("pagedkv")
 class Stream:
     """The outputs of one request, for one consumer in one event loop.
 
-    States: open -> ended (its last output or an error was put). ``key`` is the engine's, once the request is in.
+    States: open -> ended (its last output or an error was put). ``key`` is the engine's, once the request is in;
+    ``closed``: the consumer is gone, and a request that has not entered yet is not to.
     """
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.key: int | None = None
-        self._news = asyncio.Event()
+        self.closed = False
+        self._news: asyncio.Future[None] | None = None
         self._latest: RequestOutput | None = None
         self._error: BaseException | None = None
 
@@ -46,18 +49,61 @@ class Stream:
             self._error = item
         else:
             self._latest = item
-        self._news.set()
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
     async def next(self) -> RequestOutput:
         """The newest output that was not seen yet; an error only after all outputs."""
-        await self._news.wait()
-        if self._latest is None:
-            assert self._error is not None
-            raise self._error
+        while self._latest is None:
+            if self._error is not None:
+                raise self._error
+            self._news = self.loop.create_future()
+            await self._news
         output, self._latest = self._latest, None
-        if self._error is None:
-            self._news.clear()
         return output
+
+
+@dataclass(frozen=True)
+class _Call(Generic[T]):
+    """Something to do between two steps, and who waits for its result."""
+
+    function: Callable[[Engine], T]
+    future: Future[T]
+
+    def run(self, engine: Engine) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(self.function(engine))
+        except Exception as error:
+            self.future.set_exception(error)
+
+    def fail(self, error: EngineDead) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A request that comes in. Nobody waits for more than its first output, so it needs no future."""
+
+    stream: Stream
+    add: Callable[[Engine], int]
+    streams: dict[int, Stream]
+
+    def run(self, engine: Engine) -> None:
+        if self.stream.closed:
+            return
+        try:
+            key = self.add(engine)
+        except Exception as error:
+            self.fail(error)
+            return
+        self.stream.key = key
+        self.streams[key] = self.stream
+
+    def fail(self, error: Exception) -> None:
+        _hand_over(self.stream.loop, [(self.stream, error)])
 
 
 class Observer(Protocol):
@@ -73,7 +119,7 @@ class EngineThread:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._calls: deque[tuple[Callable[[Engine], object], Future[object]]] = deque()
+        self._calls: deque[_Call[Any] | _Entry] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._ended = False
@@ -96,18 +142,20 @@ class EngineThread:
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Runs ``function(engine)`` between two steps. The future gets its result, its exception, or EngineDead."""
         future: Future[T] = Future()
-        with self._wake:
-            if not self._ended and not self._stopping:
-                self._calls.append((function, future))  # type: ignore[arg-type]
-                self._wake.notify()
-                return future
-        future.set_exception(self._dead())
+        self._hand_in(_Call(function, future))
         return future
 
-    def follow(self, stream: Stream, key: int) -> None:
-        """In the engine's thread: outputs of request ``key`` go to ``stream``."""
-        stream.key = key
-        self._streams[key] = stream
+    def _hand_in(self, call: _Call[Any] | _Entry) -> None:
+        with self._wake:
+            if not self._ended and not self._stopping:
+                self._calls.append(call)
+                self._wake.notify()
+                return
+        call.fail(self._dead())
+
+    def enter(self, stream: Stream, add: Callable[[Engine], int]) -> None:
+        """A request comes in: ``add(engine)`` returns its key, its outputs go to ``stream``, and so does an error."""
+        self._hand_in(_Entry(stream, add, self._streams))
 
     def deliver(self, outputs: Sequence[RequestOutput], keys: Iterable[int]) -> None:
         """In the engine's thread: outputs to the streams of the requests with these keys, one wake-up for each loop."""
@@ -160,13 +208,8 @@ class EngineThread:
                     return False
                 calls = list(self._calls)
                 self._calls.clear()
-            for function, future in calls:
-                if not future.set_running_or_notify_cancel():
-                    continue
-                try:
-                    future.set_result(function(self._engine))
-                except Exception as error:
-                    future.set_exception(error)
+            for call in calls:
+                call.run(self._engine)
             if calls:
                 self.stats = self._engine.stats()
             if self._engine.has_unfinished():
@@ -177,9 +220,8 @@ class EngineThread:
             self._ended = True
             calls = list(self._calls)
             self._calls.clear()
-        for _, future in calls:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(self._dead())
+        for call in calls:
+            call.fail(self._dead())
         for stream in self._streams.values():
             _hand_over(stream.loop, [(stream, self._dead())])
         self._streams.clear()
@@ -191,9 +233,7 @@ class EngineThread:
         return EngineDead(f"the engine has stopped: {type(cause).__name__}: {cause}")
 
 
-def _hand_over(
-    loop: asyncio.AbstractEventLoop, batch: list[tuple[Stream, RequestOutput]] | list[tuple[Stream, EngineDead]]
-) -> None:
+def _hand_over(loop: asyncio.AbstractEventLoop, batch: Sequence[tuple[Stream, RequestOutput | Exception]]) -> None:
     def put() -> None:
         for stream, item in batch:
             stream.put(item)

@@ -1,11 +1,12 @@
 """BodyRoute: how a JSON body reaches its endpoint, in one step.
 
-FastAPI parses a body into Python objects and validates those; here pydantic reads the bytes themselves, and nothing else
-of FastAPI's dependency solving stands in the way of a request. The OpenAPI document is FastAPI's as before.
+FastAPI parses a body into Python objects and validates those; here pydantic reads the bytes themselves, and nothing
+else of FastAPI's dependency solving stands in the way of a request. The OpenAPI document is FastAPI's as before.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any, get_type_hints
 
@@ -42,11 +43,11 @@ class BodyRoute(APIRoute):
 
 
 def read_body(model: type[BaseModel], raw: bytes, kind: str) -> BaseModel:
-    """``raw`` as a ``model``. ``kind``: the Content-Type, which must say JSON (a browser's form could not send that)."""
+    """``raw`` as a ``model``. ``kind``: its Content-Type, which must say JSON (a form of another site cannot)."""
     if not raw:
         raise RequestValidationError([{"type": "missing", "loc": ("body",), "msg": "Field required"}])
     media_type = kind.partition(";")[0].strip().lower()
-    if media_type != "application/json" and not (media_type.startswith("application/") and media_type.endswith("+json")):
+    if not re.fullmatch(r"application/([^/]+\+)?json", media_type):
         sent = f"not {kind[:100]}" if kind else "which is missing"
         raise HTTPException(400, f"the body must come with the header Content-Type: application/json, {sent}")
     try:

@@ -8,6 +8,7 @@ away, both end the engine's work within a step: the iterators are closed, and cl
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -186,22 +187,30 @@ async def merge(sources: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int,
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T | None:
-    """``work``'s result, or None when the client went away first; then ``work`` is cancelled and has ended."""
-    task = asyncio.ensure_future(work)
+    """``work``'s result, or None when the client went away first; then ``work`` is cancelled and has ended.
 
-    async def gone() -> None:
+    The work is done in the caller's own task, and the watch begins at its first wait, while the engine computes.
+    """
+    mine = asyncio.current_task()
+    assert mine is not None
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
         while (await request.receive())["type"] != "http.disconnect":
             pass
+        gone = True
+        mine.cancel()
 
-    watch = asyncio.ensure_future(gone())
+    watcher = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
+        return await work
+    except asyncio.CancelledError:
+        if not gone or (sys.version_info >= (3, 11) and mine.uncancel() > 0):  # someone else ends this task
+            raise
+        return None
     finally:
-        for pending in (watch, task):
-            if not pending.done():
-                pending.cancel()
-        await asyncio.gather(watch, task, return_exceptions=True)
+        watcher.cancel()
 
 
 async def collect(sources: Sequence[AsyncIterator[RequestOutput]]) -> list[RequestOutput]:
