@@ -17,7 +17,8 @@ constexpr int64_t kHugePage = int64_t{2} << 20;
 constexpr int64_t kRunBytes = int64_t{64} << 20;
 
 int64_t column_of(Place place, int64_t first, int64_t row) {
-  if (place == Place::straight) return first + row;
+  row += first;
+  if (place == Place::straight) return row;
   return row / 16 * kPanel + row % 16 + (place == Place::up ? 16 : 0);
 }
 

@@ -29,9 +29,9 @@ class WeightArena {
   int64_t used_ = 0;  // of the last run
 };
 
-// Which column a row of the source becomes.
+// Which column row `first + row` of the source becomes.
 enum class Place : int32_t {
-  straight,  // first + row
+  straight,  // that one
   gate,      // 16 gate columns ...
   up,        // ... and 16 up columns make a panel (TailKind::silu_mul)
 };

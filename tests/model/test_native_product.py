@@ -127,6 +127,19 @@ def test_rows_are_read_back_as_they_were(kind: str) -> None:
         packed.rows(torch.tensor([77]))
 
 
+@pytest.mark.parametrize("kind", ["f32", "bf16", "int4_offset", "int8"])
+def test_a_large_matrix_is_packed_a_few_rows_at_a_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole or in slices that end inside panels: the same columns, plain and as gate and up."""
+    weights = torch.randn((2, 75, 64), generator=torch.Generator().manual_seed(3))
+    sources: list[Weight] = [w if kind in ("f32", "bf16") else quantise(w, 8 if kind == "int8" else 4) for w in weights]
+    whole = [PackedMatrix(sources, kind=kind, gate_up=pairs) for pairs in (False, True)]
+    monkeypatch.setattr("pagedkv.model.packed.ROWS_AT_A_TIME", 22)
+    for pairs, expected in zip((False, True), whole, strict=True):
+        sliced = PackedMatrix(sources, kind=kind, gate_up=pairs)
+        ids = torch.arange(expected.columns)
+        assert torch.equal(sliced.rows(ids), expected.rows(ids)), pairs
+
+
 def test_every_value_of_eight_and_four_bits_is_exact() -> None:
     """-128 is a value of a file's int8 too, though no quantiser here makes it."""
     values = torch.arange(-128, 128, dtype=torch.int8).view(8, 32)

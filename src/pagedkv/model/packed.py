@@ -7,6 +7,7 @@ at any number of threads, per instruction set.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch  # before the extension: its OpenMP symbols resolve to the runtime that torch has loaded
@@ -21,6 +22,7 @@ KINDS = {"f32": 0, "bf16": 1, "int4": 2, "int4_offset": 3, "int8": 4}
 _SOURCES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _STRAIGHT, _GATE, _UP = 0, 1, 2
 STORE, ADD, SILU_MUL = 0, 1, 2
+ROWS_AT_A_TIME = 4096  # that are widened or rounded: a whole embedding in float32 was the peak of a process's memory
 
 Weight = Tensor | QuantisedTensor | GroupedWeight
 
@@ -52,7 +54,10 @@ class PackedMatrix:
         self.nbytes: int = self.native.nbytes
         first = 0
         for index, part in enumerate(parts):
-            self._put(part, (_GATE, _UP)[index] if gate_up else _STRAIGHT, 0 if gate_up else first)
+            place = (_GATE, _UP)[index] if gate_up else _STRAIGHT
+            for start in range(0, rows[index], ROWS_AT_A_TIME):
+                stop = min(start + ROWS_AT_A_TIME, rows[index])
+                self._put(_rows(part, start, stop), place, start if gate_up else first + start)
             first += rows[index]
 
     def _put(self, part: Weight, place: int, first: int) -> None:
@@ -93,6 +98,16 @@ class PackedMatrix:
         out = torch.empty((ids.numel(), self.in_features), dtype=torch.float32)
         self.native.read_columns(ids.contiguous().data_ptr(), ids.numel(), out.data_ptr())
         return out
+
+
+def _rows(part: Weight, start: int, stop: int) -> Weight:
+    """Rows [start, stop), which are independent in every format."""
+    if isinstance(part, Tensor):
+        return part[start:stop]
+    if isinstance(part, QuantisedTensor):
+        return QuantisedTensor(part.blocks[start:stop], part.ggml_type, (stop - start, *part.shape[1:]))
+    offsets = None if part.offsets is None else part.offsets[start:stop]
+    return replace(part, values=part.values[start:stop], factors=part.factors[start:stop], offsets=offsets)
 
 
 def as_groups(weight: Weight, kind: str) -> GroupedWeight:
