@@ -98,6 +98,18 @@ def test_b68_a_character_in_halves(byte_level: Tokenizer) -> None:
     assert "".join(stream(byte_level, [*halves[:2], special, *halves[2:]])[0]) == "😀"
 
 
+def test_b68_two_bytes_that_no_character_begins_with(byte_level: Tokenizer) -> None:
+    """Every pair of bytes: also 0xED 0xA0, a surrogate, which Python's incremental decoder holds back."""
+    of_byte = {byte_level.token_bytes(i): i for i in range(320)}
+    for first in range(0x80, 0x100):
+        for second in range(0x100):
+            ids = [of_byte[bytes([first])], of_byte[bytes([second])]]
+            pieces, pending = stream(byte_level, ids)
+            assert "".join(pieces) + ("\ufffd" if pending else "") == byte_level.decode(ids), (first, second)
+    surrogate = [of_byte[bytes([byte])] for byte in (0xED, 0xA0, 0x80)]
+    assert stream(byte_level, surrogate) == (["", "\ufffd\ufffd", "\ufffd"], b"")
+
+
 def test_special_tokens_and_unknown_ids(byte_level: Tokenizer) -> None:
     ids = [0, *byte_level.encode("ab", add_special_tokens=False), 2, 5000]
     assert "".join(stream(byte_level, ids)[0]) == "ab"

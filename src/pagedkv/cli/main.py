@@ -18,6 +18,7 @@ from pagedkv.cli.collect_env import collect_env
 from pagedkv.cli.complete import complete
 from pagedkv.cli.demo import demo
 from pagedkv.cli.explain import explain
+from pagedkv.cli.help import HelpInParts, spelled_out
 from pagedkv.cli.plan import plan
 from pagedkv.cli.plot import app as plot
 from pagedkv.cli.replay import replay
@@ -29,7 +30,6 @@ app = typer.Typer(
     name="pagedkv",
     help="A paged KV cache with prefix caching, and a compact engine and server around it.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -50,7 +50,7 @@ def root(
 
 
 for verb in (chat, collect_env, complete, demo, explain, plan, replay, run_batch, serve):
-    app.command()(verb)
+    app.command(cls=HelpInParts)(verb)
 app.add_typer(bench, name="bench")
 app.add_typer(plot, name="plot")
 
@@ -58,7 +58,7 @@ app.add_typer(plot, name="plot")
 def main() -> None:
     """The console script."""
     try:
-        app()
+        app(spelled_out(sys.argv[1:]))
     except PagedKVError as error:
         print(f"pagedkv: {error}", file=sys.stderr)
         raise SystemExit(1) from None

@@ -15,6 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
+from pagedkv.cli.help import HelpFor
+
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 _UNITS["ti"] = 1 << 40
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|[kmgt]i?)b?", re.IGNORECASE)
@@ -99,6 +101,7 @@ def with_options(**groups: Sequence[inspect.Parameter]) -> Callable[[Callable[..
 
         @functools.wraps(verb)
         def wrapped(*args: Any, **values: Any) -> None:
+            values.pop("help_for", None)
             given: dict[str, dict[str, Any]] = {}
             for name, flags in groups.items():
                 found = {flag.name: values.pop(flag.name, None) for flag in flags}
@@ -107,7 +110,8 @@ def with_options(**groups: Sequence[inspect.Parameter]) -> Callable[[Callable[..
                 typer.echo("warning: --swap-space does nothing here: preempted sequences are computed again", err=True)
             verb(*args, **values, **given)
 
-        parameters = [*own, *(flag for flags in groups.values() for flag in flags)]
+        topic = inspect.Parameter("help_for", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=HelpFor)
+        parameters = [*own, *(flag for flags in groups.values() for flag in flags), topic]
         wrapped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return wrapped

@@ -37,7 +37,12 @@ class IncrementalDetokenizer:
         """The characters that this token completes; an id without a token completes none."""
         if token_id in self._skipped:
             return ""
-        return self._utf8.decode(self._token_bytes(token_id))
+        text = self._utf8.decode(self._token_bytes(token_id))
+        waiting = self.pending
+        if waiting[:1] == b"\xed" and waiting[1:] >= b"\xa0":  # a surrogate: CPython waits for its third byte in vain
+            self._utf8.reset()
+            text += "\ufffd" * len(waiting)
+        return text
 
     @property
     def pending(self) -> bytes:

@@ -6,10 +6,10 @@ model gave it; what the model gives nothing at all is shown as ``FLOOR``.
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from pagedkv.engine.detokenize import IncrementalDetokenizer
 from pagedkv.engine.outputs import Logprob, TokenLogprobs
 from pagedkv.model.tokenizer import Tokenizer
 from pagedkv.server.schema import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
@@ -30,15 +30,12 @@ class TextOffsets:
     """Where each token begins in the text, counted in characters, over tokens that may hold parts of one."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, start: int = 0) -> None:
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._text = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
         self.position = start
 
     def next(self, token_id: int) -> int:
         begin = self.position
-        if not (self._skip and token_id in self._tokenizer.special_ids):
-            self.position += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        self.position += len(self._text.push(token_id))
         return begin
 
 
