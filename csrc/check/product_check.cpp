@@ -128,15 +128,17 @@ std::vector<char> run_decoder(Decoder& decoder, int chunk, int threads) {
   std::vector<char> hidden(kTokens * row);
   for (int done = 0; done < kTokens; done += chunk) {
     const int count = std::min(chunk, kTokens - done);
-    std::vector<int64_t> ids, positions, slots;
+    std::vector<int64_t> ids, positions, slots, wanted;
     for (int p = done; p < done + count; ++p) {
       ids.push_back(p * 13 % 70);
       positions.push_back(p);
+      wanted.push_back(p - done);
       slots.push_back(table[static_cast<size_t>(p / kBlock)] * kBlock + p % kBlock);
     }
     const std::vector<int32_t> starts{0, count}, lengths{done + count};
     decoder.forward({ids.data(), positions.data(), slots.data(), count, 1, starts.data(), lengths.data(), table.data(),
-                     kBlocks, cos.data(), sin.data(), kTokens, hidden.data() + static_cast<size_t>(done) * row},
+                     kBlocks, cos.data(), sin.data(), kTokens, wanted.data(), count,
+                     hidden.data() + static_cast<size_t>(done) * row},
                     pools, threads);
   }
   return hidden;

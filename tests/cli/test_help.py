@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -64,6 +68,10 @@ def test_an_unknown_topic_names_the_groups() -> None:
 
 
 def test_completion_for_shells() -> None:
-    script = run("--show-completion", "bash")
-    assert script.exit_code == 0
-    assert "_PAGEDKV_COMPLETE" in script.stdout.upper()
+    """As bash asks: the words so far come in the environment, what fits goes to stdout."""
+    start = "import sys; sys.argv = ['pagedkv']; from pagedkv.cli.main import main; main()"
+    asked = {"_PAGEDKV_COMPLETE": "complete_bash", "COMP_WORDS": "pagedkv ser", "COMP_CWORD": "1"}
+    answer = subprocess.run(
+        [sys.executable, "-c", start], env={**os.environ, **asked}, capture_output=True, text=True, check=False
+    )
+    assert answer.stdout.split() == ["serve"], answer
