@@ -35,10 +35,12 @@ struct Groups {
     const uint8_t* group = weight.data + at.panel * weight.panel_bytes();
     Lanes acc[R][2];
     for (auto& of_row : acc) of_row[0] = of_row[1] = zero();
+    Fetch fetch = fetch_of(weight, at, group_bytes(kind));
     Output out(product.tail, at.row, R, at.panel, 1);
     for (int64_t g = 0; g < groups; ++g, group += group_bytes(kind), x += kGroup) {
       out.fetch_some();
-      for (int64_t line = 0; line < group_bytes(kind); line += 64) __builtin_prefetch(group + kAheadBytes + line);
+      for (int64_t line = 0; line < fetch.pace; line += 64) __builtin_prefetch(fetch.at + line);
+      fetch.at += fetch.pace;
       Lanes part[R][2];
       for (auto& of_row : part) of_row[0] = of_row[1] = zero();
 #pragma GCC unroll 16

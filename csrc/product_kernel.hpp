@@ -90,11 +90,17 @@ class Output {
   int64_t bytes_;
 };
 
+// What a tile fetches while its products run: from `at` on, `pace` bytes a step.
+struct Fetch {
+  const uint8_t* at;
+  int64_t pace;
+};
+
 // acc[r][2 p + h] over all of K: R rows, P panels, halves of 16 columns. w is the first panel. This and what finishes a
 // tile must be inlined: handed to a call, the accumulators would live in memory.
 template <int R, int P, typename T>
 [[gnu::always_inline]] inline void accumulate(Lanes (&acc)[R][2 * P], const T* x, int64_t stride, const Weight& weight,
-                                              const uint8_t* w, int64_t ahead, Output out) {
+                                              const uint8_t* w, Fetch fetch, Output out) {
   constexpr int kStep = 4 / sizeof(T);
   const int64_t panel = weight.panel_bytes();
   Rows<R, T> rows(x, stride);
@@ -106,10 +112,11 @@ template <int R, int P, typename T>
       typename Step<T>::Columns columns[2 * P];
 #pragma GCC unroll 4
       for (int c = 0; c < 2 * P; ++c) {
-        const uint8_t* at = w + c / 2 * panel + c % 2 * 64;
-        __builtin_prefetch(at + ahead);
-        columns[c] = Step<T>::columns(at);
+        const int64_t at = c / 2 * panel + c % 2 * 64;
+        __builtin_prefetch(fetch.at + at);
+        columns[c] = Step<T>::columns(w + at);
       }
+      fetch.at += fetch.pace;
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
         const auto value = Step<T>::value(rows[r]);
@@ -194,13 +201,20 @@ template <int R, int C>
   }
 }
 
-// One tile's place: its rows start at `row`, in the block of rows that starts at `top`. A tile that is `alone` is the
-// only one of its panel, so the panel comes from memory; else from the cache, and the tile fetches the next panel.
+// One tile's place: its rows start at `row`, in the block of rows that starts at `top`; it is number `tile` of the
+// `tiles` that the panel meets.
 struct Place {
-  int64_t row, top, panel;
-  bool alone;
+  int64_t row, top, panel, tile, tiles;
   const float* sums;
 };
+
+// The only tile of its panel takes it from memory and fetches what comes soon. Else the panel is in the cache, and each
+// tile fetches its part of the next: one tile alone would wait for all of it.
+inline Fetch fetch_of(const Weight& weight, const Place& at, int64_t step_bytes) {
+  const uint8_t* panel = weight.data + at.panel * weight.panel_bytes();
+  if (at.tiles == 1) return {panel + kAheadBytes, step_bytes};
+  return {panel + weight.panel_bytes() * (at.tiles + at.tile) / at.tiles, (step_bytes + at.tiles - 1) / at.tiles};
+}
 
 template <typename T>
 struct Dense {
@@ -216,7 +230,7 @@ struct Dense {
 #pragma GCC unroll 4
       for (int c = 0; c < 2 * P; ++c) acc[r][c] = zero();
     accumulate<R, P>(acc, static_cast<const T*>(product.x) + at.row * product.stride, product.stride, weight,
-                     weight.data + at.panel * weight.panel_bytes(), at.alone ? kAheadBytes : weight.panel_bytes(),
+                     weight.data + at.panel * weight.panel_bytes(), fetch_of(weight, at, 4 * kPanel),
                      {product.tail, at.row, R, at.panel, P});
 #pragma GCC unroll 2
     for (int p = 0; p < P; ++p) finish(product, acc, 2 * p, at.row, at.panel + p);
@@ -254,11 +268,11 @@ void multiply(const Product& product, int64_t first, int64_t last, ProductScratc
     const int64_t tiles = (rows + Kernel::kRows - 1) / Kernel::kRows;
     if (block != scratch.block) Kernel::begin(product, top, top + rows, scratch.sums);
     scratch.block = block;
-    Place at{top, top, item % panels, tiles == 1, scratch.sums};
-    const int wide = at.alone && at.panel + 1 < panels && item + 1 < last ? 2 : 1;
-    for (int64_t t = 0; t < tiles; ++t) {
-      at.row = top + rows * t / tiles;
-      tile_of<Kernel>(product, at, static_cast<int>(top + rows * (t + 1) / tiles - at.row), wide);
+    Place at{top, top, item % panels, 0, tiles, scratch.sums};
+    const int wide = tiles == 1 && at.panel + 1 < panels && item + 1 < last ? 2 : 1;
+    for (; at.tile < tiles; ++at.tile) {
+      at.row = top + rows * at.tile / tiles;
+      tile_of<Kernel>(product, at, static_cast<int>(top + rows * (at.tile + 1) / tiles - at.row), wide);
     }
     item += wide;
   }
