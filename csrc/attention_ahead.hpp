@@ -1,8 +1,8 @@
-// The rows of the next tile on their way to the second-level cache, a few at a time between the instructions of this
-// tile: a burst would fill the queue of misses and stall. (Into the first level it is half as fast: fewer misses may be
-// outstanding there.)
+// The rows of the next tile on their way to the cache, a few at a time between the instructions of this tile: a burst
+// would fill the queue of misses and stall. Which level of the cache is a matter of the processor (isa.hpp).
 #pragma once
 #include "attention.hpp"
+#include "isa.hpp"
 
 namespace pagedkv::PAGEDKV_NS {
 
@@ -40,8 +40,13 @@ class Ahead {
   // Two lines. No call and no loop in here: it stands between instructions that keep all registers busy.
   inline void step() {
     if (run_ == end_) return;
-    prefetch(at_);
-    prefetch(at_ + 64);
+    if (near_) {
+      prefetch_near(at_);
+      prefetch_near(at_ + 64);
+    } else {
+      prefetch(at_);
+      prefetch(at_ + 64);
+    }
     at_ += 128;
     if (at_ < run_->stop) return;
     ++run_;
@@ -63,6 +68,7 @@ class Ahead {
   Run runs_[kMaxRuns + 1];
   Run *run_ = runs_, *end_ = runs_;
   const char* at_ = nullptr;
+  const bool near_ = prefetches_near();
 };
 
 }  // namespace pagedkv::PAGEDKV_NS

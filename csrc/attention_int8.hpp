@@ -133,7 +133,8 @@ struct Bytes {
   }
 
   template <int R, int V>  // a function of its own: inlined, its sums are moved from register to register
-  __attribute__((noinline)) static void scores_of(const float* query, int D, const float* keys, float* scores, Ahead& ahead) {
+  __attribute__((noinline)) static void scores_of(const float* query, int D, const float* keys, float* scores,
+                                                  Ahead& ahead) {
     const int n = quads(D), stride = row_dwords(D);
     __m512i sum[R][V];
     multiply<true, R, V>(query, stride, n, keys, kTile, n, sum, ahead);
@@ -147,8 +148,8 @@ struct Bytes {
   }
 
   template <int R, int V>
-  __attribute__((noinline)) static void values_of(const float* weights, SlotRange seen, int D, const float* values, float* out, int stride,
-                        const float* start, Ahead& ahead) {
+  __attribute__((noinline)) static void values_of(const float* weights, SlotRange seen, int D, const float* values,
+                                                  float* out, int stride, const float* start, Ahead& ahead) {
     const int first = seen.begin / 4, width = round_up(D, 64);
     __m512i sum[R][V];
     multiply<false, R, V>(weights + first, kTile, kTile / 4, values + first * width, width, (seen.end - seen.begin) / 4,

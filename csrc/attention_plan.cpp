@@ -11,7 +11,8 @@ namespace pagedkv {
 namespace {
 
 constexpr int32_t kSplitRows = 16;      // sequences with at most this many query rows a head take part in sharing
-constexpr int32_t kItemsPerThread = 8;  // enough for a good balance, few enough to keep the cost of an item small
+constexpr int64_t kSharesLeft = 2;      // an item takes at most the so manieth part of what is left for its thread,
+constexpr int64_t kItemsPerThread = 64;  // and is not divided further when it is so small a part of the whole
 constexpr int64_t kTileCost = 14;       // reading and packing a tile costs about as much as this many query rows
 
 int32_t pieces_up_to(int32_t position) { return (position + kPiece - 1) / kPiece; }
@@ -163,37 +164,53 @@ class Planner {
     return static_cast<int32_t>((heads + shares - 1) / shares);
   }
 
+  static int32_t first_piece(const TokenTile& tile) { return tile.first_slot / kPiece; }
+  static int32_t last_piece(const TokenTile& tile) { return pieces_up_to(tile.last_slot); }
+  int64_t cost_of_piece(const TokenTile& tile) const { return tile.num_tokens * plan_.group() + kTileCost; }
+  int64_t cost_of_tile(const TokenTile& tile) const {
+    if (tile.last_slot <= tile.first_slot) return 0;
+    return (last_piece(tile) - first_piece(tile)) * cost_of_piece(tile) * view_.num_kv_heads;
+  }
+
+  // Longest tiles first, in items that get smaller the less is left, so that the threads end together.
   void add_items() {
-    const auto cost_of_piece = [&](const TokenTile& tile) { return tile.num_tokens * plan_.group() + kTileCost; };
-    const auto last_piece = [](const TokenTile& tile) { return pieces_up_to(tile.last_slot); };
-    int64_t total = 0;
-    for (const TokenTile& tile : plan_.tiles)
-      if (tile.last_slot > tile.first_slot)
-        total += (last_piece(tile) - tile.first_slot / kPiece) * cost_of_piece(tile) * view_.num_kv_heads;
-    plan_.cost = total;
-    const int64_t limit = std::max<int64_t>(total / (kItemsPerThread * omp_get_max_threads()), 1);
-    std::vector<std::pair<int64_t, WorkItem>> costed;
-    for (size_t index = 0; index < plan_.tiles.size(); ++index) {
-      const TokenTile& tile = plan_.tiles[index];
-      const bool empty = tile.last_slot <= tile.first_slot;
-      const int32_t first = empty ? 0 : tile.first_slot / kPiece, last = empty ? 0 : last_piece(tile);
-      const int64_t piece_cost = cost_of_piece(tile);
-      const bool shared = index < num_shared_;
-      const bool whole = !shared && !is_split_[index] && (last - first <= 1 || (last - first) * piece_cost <= limit);
-      if (!whole && !shared && !is_split_[index])
-        for (int32_t i = 0; i < tile.num_tokens; ++i) split(plan_.tile_tokens[tile.first + i], first, last);
-      const int32_t heads = heads_of_item(tile, limit / (piece_cost * (whole ? std::max(last - first, 1) : 1)));
-      const int32_t step = whole ? std::max(last - first, 1)
-                                 : static_cast<int32_t>(std::max<int64_t>(limit / (piece_cost * heads), 1));
-      for (int32_t head = 0; head < view_.num_kv_heads; head += heads)
-        for (int32_t piece = first; piece < std::max(last, first + 1); piece += step) {
-          const int32_t stop = std::min(piece + step, last), last_head = std::min(head + heads, view_.num_kv_heads);
-          costed.push_back({(stop - piece) * (last_head - head) * piece_cost,
-                            {static_cast<int32_t>(index), head, last_head, piece, std::max(stop, piece), whole}});
-        }
+    std::vector<std::pair<int64_t, size_t>> order;
+    for (const TokenTile& tile : plan_.tiles) order.push_back({cost_of_tile(tile), order.size()});
+    std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+    plan_.cost = 0;
+    for (const auto& entry : order) plan_.cost += entry.first;
+    left_ = plan_.cost;
+    for (const auto& entry : order) add_items_of(entry.second, entry.first);
+    std::stable_sort(costed_.begin(), costed_.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+    for (const auto& entry : costed_) plan_.items.push_back(entry.second);
+  }
+
+  // What an item may cost now.
+  int64_t limit() const {
+    const int64_t threads = omp_get_max_threads();
+    return std::max(left_ / (kSharesLeft * threads), plan_.cost / (kItemsPerThread * threads));
+  }
+
+  void add_items_of(size_t index, int64_t cost) {
+    const TokenTile& tile = plan_.tiles[index];
+    const int32_t first = cost > 0 ? first_piece(tile) : 0, last = cost > 0 ? last_piece(tile) : 0;
+    const int64_t piece_cost = cost_of_piece(tile), pieces = std::max(last - first, 1);
+    const int32_t most_heads = heads_of_item(tile, view_.num_kv_heads);
+    const bool must_split = index < num_shared_ || is_split_[index];
+    const bool whole = !must_split && (last - first <= 1 || pieces * piece_cost * most_heads <= limit());
+    if (!whole && !must_split)
+      for (int32_t i = 0; i < tile.num_tokens; ++i) split(plan_.tile_tokens[tile.first + i], first, last);
+    for (int32_t piece = first, stop; piece < first + pieces; piece = stop) {
+      const int32_t heads = heads_of_item(tile, limit() / (whole ? piece_cost * pieces : piece_cost));
+      const int64_t wanted = whole ? pieces : std::max<int64_t>(limit() / (piece_cost * heads), 1);
+      stop = static_cast<int32_t>(std::min(piece + wanted, first + pieces));
+      for (int32_t head = 0; head < view_.num_kv_heads; head += heads) {
+        const int32_t last_head = std::min(head + heads, view_.num_kv_heads), end = std::min(stop, last);
+        const int64_t item_cost = (end - piece) * (last_head - head) * piece_cost;
+        costed_.push_back({item_cost, {static_cast<int32_t>(index), head, last_head, piece, end, whole}});
+        left_ -= item_cost;
+      }
     }
-    std::stable_sort(costed.begin(), costed.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
-    for (const auto& entry : costed) plan_.items.push_back(entry.second);
   }
 
   AttentionPlan& plan_;
@@ -202,6 +219,8 @@ class Planner {
   std::vector<Shared> shared_;
   std::vector<bool> is_split_;
   size_t num_shared_ = 0;
+  std::vector<std::pair<int64_t, WorkItem>> costed_;
+  int64_t left_ = 0;  // the cost of what no item covers yet
 };
 
 }  // namespace

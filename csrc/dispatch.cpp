@@ -1,3 +1,5 @@
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -70,6 +72,15 @@ bool isa_available(Isa isa) {
   return isa == Isa::neon;
 #endif
   return false;
+}
+
+bool prefetches_near() {
+#if defined(_SC_LEVEL1_DCACHE_SIZE)
+  static const bool near = sysconf(_SC_LEVEL1_DCACHE_SIZE) >= 48 << 10;
+  return near;
+#else
+  return false;
+#endif
 }
 
 void force_isa(const char* name) {

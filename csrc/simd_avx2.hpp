@@ -94,6 +94,7 @@ static inline void transpose(const float* const* rows, int column, float* out, i
     store(out + (i + 4) * stride, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
   }
 }
-static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
+static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }  // into the second level
+static inline void prefetch_near(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }  // into the first
 
 }  // namespace pagedkv::PAGEDKV_NS

@@ -111,6 +111,7 @@ static inline void transpose(const float* const* rows, int column, float* out, i
   transpose_registers(r);
   for (int i = 0; i < 16; ++i) store(out + i * stride, r[i]);
 }
-static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
+static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }  // into the second level
+static inline void prefetch_near(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }  // into the first
 
 }  // namespace pagedkv::PAGEDKV_NS

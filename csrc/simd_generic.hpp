@@ -59,6 +59,7 @@ static inline void transpose(const float* const* rows, int column, float* out, i
   for (int c = 0; c < 4; ++c)
     for (int r = 0; r < 4; ++r) out[c * stride + r] = rows[r][column + c];
 }
-static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }       // into the second level
+static inline void prefetch_near(const void* p) { __builtin_prefetch(p, 0, 3); }  // into the first
 
 }  // namespace pagedkv::PAGEDKV_NS

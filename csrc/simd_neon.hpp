@@ -72,6 +72,7 @@ static inline void transpose(const float* const* rows, int column, float* out, i
   store(out + 2 * stride, vcombine_f32(vget_high_f32(a.val[0]), vget_high_f32(b.val[0])));
   store(out + 3 * stride, vcombine_f32(vget_high_f32(a.val[1]), vget_high_f32(b.val[1])));
 }
-static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }       // into the second level
+static inline void prefetch_near(const void* p) { __builtin_prefetch(p, 0, 3); }  // into the first
 
 }  // namespace pagedkv::PAGEDKV_NS

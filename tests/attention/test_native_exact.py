@@ -103,3 +103,18 @@ def test_the_plan_finds_what_is_shared() -> None:
     (alone,) = separate.batch.plans.values()
     assert alone.num_tiles == 4
     assert NATIVE.piece == 256
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_last_sequences_of_a_batch_are_cut_smaller_and_keep_their_bits(isa: str) -> None:
+    torch.set_num_threads(2)
+    case = paged_case([1300] * 8, heads=4, kv_heads=2, head_dim=32, dtype=torch.bfloat16, block_size=16)
+    with forced(isa):
+        together = case.attend("native")
+        (plan,) = case.batch.plans.values()
+        assert 0 < plan.num_split_tokens < 4  # the rest are whole: each one item with all its KV heads
+        assert plan.num_items >= 8 + 4
+        for row, table in enumerate(case.tables):
+            batch = AttentionBatch.build([table], [1300], [1], 16)
+            assert torch.equal(together[row : row + 1], dataclasses.replace(case, q=case.q[row : row + 1], batch=batch)
+                               .attend("native")), row  # fmt: skip
