@@ -58,7 +58,9 @@ def random_weights() -> ModelWeights:
         )
         for _ in range(LAYERS)
     )
-    return ModelWeights(embedding=matrix(VOCAB, HIDDEN), layers=layers, final_norm=torch.ones(HIDDEN), head=None)
+    return ModelWeights(
+        embedding=matrix(VOCAB, HIDDEN), layers=layers, final_norm=torch.ones(HIDDEN), head=None, nbytes=0
+    )
 
 
 class ChapterDecoder:

@@ -191,7 +191,7 @@ def test_weights_are_counted_once(parts: Callable[..., Any]) -> None:
     # 320 x 64 embedding, which is the head too, and two layers of 128 x 64, 64 x 64, 192 x 64, 64 x 96
     assert model.nbytes == 4 * (320 * 64 + 2 * (128 * 64 + 64 * 64 + 192 * 64 + 64 * 96))
     assert done == sorted(done)
-    assert done[-1][0] <= done[-1][1] == weights.nbytes()
+    assert done[-1][0] <= done[-1][1] == weights.nbytes
     assert NativeDecoder(config, weights, dtype=torch.bfloat16).nbytes == model.nbytes // 2
 
 

@@ -82,7 +82,7 @@ class Decoder:
         self.device = torch.device(device)
         self._attention = attention
         self._rotary = RotaryTable(config.rope, self.device)
-        pack = _Packer(weights.nbytes(), self.device, dtype, product, progress)
+        pack = _Packer(weights.nbytes, self.device, dtype, product, progress)
         self._embedding = pack.plain(weights.embedding)
         self._layers = [
             DecoderLayer(config, layer, window, pack)

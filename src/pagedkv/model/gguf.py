@@ -1,6 +1,6 @@
 """GGUF files: header, tensor table, and weights kept in the bits of the file.
 
-Owns: the format (versions 2 and 3, little-endian, split files), the memory map, ``QuantisedTensor``.
+Owns: the format (versions 2 and 3, little-endian, split files), ``QuantisedTensor``.
 Guarantees: the header is checked against the file's size before anything is believed; a tensor that does not lie
 whole inside the file, or whose type is not built here, is named.
 Costs: one pass over the header (tens of milliseconds for a vocabulary of 49k); weights are not read until used.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pagedkv.errors import UnsupportedModel, WeightError
+from pagedkv.model.mapped import MappedFile
 
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml type -> dtype
 # ggml type -> name, weights in a block, bytes of a block
@@ -93,7 +93,7 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.paths = [path]
-        self._maps: list[mmap.mmap] = []
+        self._files: list[MappedFile] = []
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
         self.header_sizes: list[int] = []
@@ -109,25 +109,27 @@ class GGUFFile:
             raise WeightError(f"tensor {name} is missing from {self.paths[0].name}")
         dtype = _PLAIN.get(info.ggml_type)
         if dtype is not None:
-            return tensor_at(self._maps[info.file], info.offset, dtype, info.shape)
+            return self._files[info.file].tensor(info.offset, dtype, info.shape)
         name_of_type, _, _ = _QUANTISED[info.ggml_type]
         rows = info.nbytes // max(1, _rows(info.shape))
-        blocks = tensor_at(self._maps[info.file], info.offset, torch.uint8, (_rows(info.shape), rows))
+        blocks = self._files[info.file].tensor(info.offset, torch.uint8, (_rows(info.shape), rows))
         return QuantisedTensor(blocks, name_of_type, info.shape)
 
     def header_bytes(self, file: int) -> bytes:
         """Everything before the weights of one file: what a fingerprint of the model must cover."""
-        return self._maps[file][: self.header_sizes[file]]
+        return self._files[file].data[: self.header_sizes[file]]
+
+    def forget(self) -> None:
+        """As ``MappedFile.forget``."""
+        for file in self._files:
+            file.forget()
 
     def _open(self, path: Path) -> None:
-        file = len(self._maps)
-        with path.open("rb") as handle:
-            try:
-                # private and writable, so that torch may look at it; pages stay shared until somebody writes
-                self._maps.append(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY))
-            except ValueError as error:
-                raise WeightError(f"{path.name} is empty") from error
-        header = _Header(self._maps[file], path.name)
+        file = len(self._files)
+        mapped = MappedFile(path)
+        self._files.append(mapped)
+        data = mapped.data
+        header = _Header(data, path.name)
         metadata, infos = header.read()
         if file == 0:
             self.metadata = metadata
@@ -137,10 +139,10 @@ class GGUFFile:
             if name in self.tensors:
                 raise WeightError(f"tensor {name} is in {path.name} twice")
             nbytes = _size_of(name, shape, ggml_type)
-            if start + offset + nbytes > len(self._maps[file]):
+            if start + offset + nbytes > len(data):
                 raise WeightError(
                     f"tensor {name} is truncated: it ends at byte {start + offset + nbytes} of {path.name}, "
-                    f"which has {len(self._maps[file])}"
+                    f"which has {len(data)}"
                 )
             self.tensors[name] = TensorInfo(name, ggml_type, shape, start + offset, nbytes, file)
 
@@ -248,19 +250,6 @@ class _Header:
             strings.append(data[start:position].decode("utf-8", "replace"))
         self.position = position
         return strings
-
-
-def tensor_at(data: mmap.mmap, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """A view of ``data``; a copy only where ``offset`` is not a multiple of the element size."""
-    count = 1
-    for length in shape:
-        count *= length
-    if count == 0:
-        return torch.empty(tuple(shape), dtype=dtype)
-    if offset % dtype.itemsize:
-        raw = bytearray(data[offset : offset + count * dtype.itemsize])
-        return torch.frombuffer(raw, dtype=dtype, count=count).view(*shape)
-    return torch.frombuffer(data, dtype=dtype, count=count, offset=offset).view(*shape)
 
 
 def _rows(shape: tuple[int, ...]) -> int:

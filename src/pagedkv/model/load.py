@@ -84,7 +84,7 @@ def load_model(
     number_format = pick_dtype(dtype, config, place)
     model = _decoder(config, weights, number_format, place, (attention_backend, quantization), progress)
     if progress is not None:
-        progress(weights.nbytes(), weights.nbytes())
+        progress(weights.nbytes, weights.nbytes)
     words = tokenizer_of(files if tokenizer is None else resolve(tokenizer, weights=False), container)
     config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *words.eos_ids))))
     return LoadedModel(

@@ -59,7 +59,7 @@ class NativeDecoder:
         self._rotary = RotaryTable(config.rope, self.device)
         self._kv: weakref.ref[Any] | None = None
         self._pools: Any = None
-        pack = _Packer(weights.nbytes(), dtype, quantization, progress)
+        pack = _Packer(weights.nbytes, dtype, quantization, progress)
         embedding = pack.matrix(weights.embedding, inner=False)
         head = embedding if weights.head is None else pack.matrix(weights.head, inner=False)
         shape = (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.intermediate_size)

@@ -22,7 +22,7 @@ KINDS = {"f32": 0, "bf16": 1, "int4": 2, "int4_offset": 3, "int8": 4}
 _SOURCES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _STRAIGHT, _GATE, _UP = 0, 1, 2
 STORE, ADD, SILU_MUL = 0, 1, 2
-ROWS_AT_A_TIME = 4096  # that are widened or rounded: a whole embedding in float32 was the peak of a process's memory
+AT_A_TIME = 1 << 17  # weights that are widened or rounded: temporaries stay in the cache, and malloc keeps few of them
 
 Weight = Tensor | QuantisedTensor | GroupedWeight
 
@@ -55,10 +55,15 @@ class PackedMatrix:
         first = 0
         for index, part in enumerate(parts):
             place = (_GATE, _UP)[index] if gate_up else _STRAIGHT
-            for start in range(0, rows[index], ROWS_AT_A_TIME):
-                stop = min(start + ROWS_AT_A_TIME, rows[index])
+            step = rows[index] if self._takes(part) else max(1, AT_A_TIME // self.in_features)
+            for start in range(0, rows[index], step):
+                stop = min(start + step, rows[index])
                 self._put(_rows(part, start, stop), place, start if gate_up else first + start)
             first += rows[index]
+
+    def _takes(self, part: Weight) -> bool:
+        """Whether the kernels read ``part`` as it is."""
+        return self.kind in ("f32", "bf16") and isinstance(part, Tensor) and part.dtype in _SOURCES
 
     def _put(self, part: Weight, place: int, first: int) -> None:
         rows = int(part.shape[0])

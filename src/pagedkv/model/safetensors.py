@@ -1,6 +1,6 @@
 """safetensors files: one, or several named by an index.
 
-Owns: the format's header (8 bytes of length, JSON, then the numbers) and the memory map.
+Owns: the format's header (8 bytes of length, JSON, then the numbers).
 Guarantees: every tensor's extent is checked against its shape and against the file before any is handed out; a missing
 shard and a truncated tensor are named.
 Costs: the headers only; weights are not read until used.
@@ -9,7 +9,7 @@ Costs: the headers only; weights are not read until used.
 from __future__ import annotations
 
 import json
-import mmap
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pagedkv.errors import UnsupportedModel, WeightError
 from pagedkv.model.config import read_json
-from pagedkv.model.gguf import tensor_at
+from pagedkv.model.mapped import MappedFile
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -39,7 +39,7 @@ class SafetensorsFiles:
 
     def __init__(self, paths: Sequence[Path], index: Path | None = None) -> None:
         self.paths = list(paths)
-        self._maps: list[mmap.mmap] = []
+        self._files: list[MappedFile] = []
         self._entries: dict[str, _Entry] = {}
         self.header_sizes: list[int] = []
         for path in self.paths:
@@ -57,17 +57,27 @@ class SafetensorsFiles:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
+    def nbytes(self, name: str) -> int:
+        entry = self._entries[name]
+        dtype = DTYPES.get(entry.dtype)
+        return 0 if dtype is None else math.prod(entry.shape) * dtype.itemsize
+
     def get(self, name: str) -> Tensor:
         """A view of the memory map. Raises UnsupportedModel for a number format that is not built here."""
         entry = self._entries[name]
         dtype = DTYPES.get(entry.dtype)
         if dtype is None:
             raise UnsupportedModel(f"tensor {name} has dtype {entry.dtype}; there are {', '.join(DTYPES)}")
-        return tensor_at(self._maps[entry.file], entry.offset, dtype, entry.shape)
+        return self._files[entry.file].tensor(entry.offset, dtype, entry.shape)
 
     def header_bytes(self, file: int) -> bytes:
         """Everything before the weights of one file: what a fingerprint of the model must cover."""
-        return self._maps[file][: self.header_sizes[file]]
+        return self._files[file].data[: self.header_sizes[file]]
+
+    def forget(self) -> None:
+        """As ``MappedFile.forget``."""
+        for file in self._files:
+            file.forget()
 
     def _open(self, path: Path) -> None:
         if not path.is_file():
@@ -75,9 +85,8 @@ class SafetensorsFiles:
         size = path.stat().st_size
         if size < 8:
             raise WeightError(f"{path.name} is truncated: {size} bytes are no safetensors file")
-        with path.open("rb") as handle:
-            # private and writable, so that torch may look at it; pages stay shared until somebody writes
-            data = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY)
+        file = MappedFile(path)
+        data = file.data
         (length,) = struct.unpack_from("<Q", data)
         start = 8 + length
         if start > size:
@@ -94,22 +103,15 @@ class SafetensorsFiles:
             if name in self._entries:
                 raise WeightError(f"tensor {name} is in {self.paths[self._entries[name].file].name} and in {path.name}")
             dtype = DTYPES.get(entry.dtype)
-            if dtype is not None and entry.offset + _count(entry.shape) * dtype.itemsize != end:
+            if dtype is not None and entry.offset + math.prod(entry.shape) * dtype.itemsize != end:
                 raise WeightError(f"tensor {name} in {path.name}: {end - entry.offset} bytes for shape {entry.shape}")
             if end > size:
                 raise WeightError(f"tensor {name} is truncated: it ends at byte {end} of {path.name}, which has {size}")
             self._entries[name] = entry
-        self._maps.append(data)
+        self._files.append(file)
         self.header_sizes.append(start)
 
     def _entry(self, entry: dict[str, Any], start: int) -> tuple[_Entry, int]:
         begin, end = entry["data_offsets"]
         shape = tuple(int(length) for length in entry["shape"])
-        return _Entry(len(self._maps), entry["dtype"], shape, start + begin), start + end
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
+        return _Entry(len(self._files), entry["dtype"], shape, start + begin), start + end

@@ -6,9 +6,9 @@ undoing llama.cpp's row order of q and k. Both decoders (``decoder.py``, ``nativ
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +29,11 @@ class Checkpoint(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
+    def nbytes(self, name: str) -> int: ...
+
     def get(self, name: str) -> Weight: ...
+
+    def forget(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -58,31 +62,33 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class ModelWeights:
-    """embedding [vocab, hidden]; head None when it is the embedding; everything over the files' memory map."""
+    """embedding [vocab, hidden]; head None when it is the embedding; nbytes: in the files.
+
+    layers: one that is asked for is read from the files then, and what was read before it leaves memory.
+    """
 
     embedding: Weight
-    layers: tuple[LayerWeights, ...]
+    layers: Sequence[LayerWeights]
     final_norm: Tensor
     head: Weight | None
-
-    def nbytes(self) -> int:
-        """Bytes in the files."""
-        return sum(weight_bytes(weight) for weight in self)
-
-    def __iter__(self) -> Iterator[Weight]:
-        yield self.embedding
-        for layer in self.layers:
-            for field in fields(layer):
-                weight = getattr(layer, field.name)
-                if weight is not None:
-                    yield weight
-        yield self.final_norm
-        if self.head is not None:
-            yield self.head
+    nbytes: int
 
 
-def weight_bytes(weight: Weight) -> int:
-    return weight.nbytes
+class _Layers(Sequence[LayerWeights]):
+    """The layers of a checkpoint, in a memory that need not hold them all at once."""
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self._count = checkpoint, config.num_layers
+        self._parts = names.layer_shapes(config)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._count))]
+        self._checkpoint.forget()
+        return _layer(self._checkpoint, range(self._count)[index], self._parts)
 
 
 def read_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelWeights:
@@ -96,12 +102,14 @@ def read_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelWeights:
         raise WeightError(f"the checkpoint lacks {_some(missing)}")
     for name, shape in expected.items():
         _check_shape(checkpoint, name, shape)
-    parts = names.layer_shapes(config)
+    head = _head(config, checkpoint)
+    taken = [*expected] if head is None else [*expected, names.HEAD]
     return ModelWeights(
         embedding=checkpoint.get(names.EMBEDDING),
-        layers=tuple(_layer(checkpoint, index, parts) for index in range(config.num_layers)),
+        layers=_Layers(config, checkpoint),
         final_norm=_vector(checkpoint, names.FINAL_NORM),
-        head=_head(config, checkpoint),
+        head=head,
+        nbytes=sum(checkpoint.nbytes(name) for name in taken),
     )
 
 
@@ -195,6 +203,12 @@ class GGUFCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.file.tensors[self._theirs[name]].shape
+
+    def nbytes(self, name: str) -> int:
+        return self.file.tensors[self._theirs[name]].nbytes
+
+    def forget(self) -> None:
+        self.file.forget()
 
     def get(self, name: str) -> Weight:
         weight = self.file.get(self._theirs[name])
