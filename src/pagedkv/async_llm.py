@@ -11,7 +11,7 @@ is full is QueueFull at once. When the engine's thread dies, every consumer gets
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
@@ -23,9 +23,7 @@ from pagedkv.engine.loop import EngineThread, Observer, Stream
 from pagedkv.engine.metrics import EngineStats
 from pagedkv.engine.outputs import RequestOutput
 from pagedkv.errors import InvalidRequest, QueueFull, RequestFailed
-from pagedkv.llm import Message, chat_prompt
-from pagedkv.model.config import ModelConfig
-from pagedkv.model.tokenizer import Tokenizer
+from pagedkv.llm import Door, Message, chat_prompt
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -35,7 +33,7 @@ DEFAULT_QUEUE = 1024  # requests that may wait
 LONG_TEXT = 8192  # characters; a longer prompt is tokenised beside the event loop, not in it
 
 
-class AsyncLLM:
+class AsyncLLM(Door):
     """As ``LLM``, for many callers at once. ``max_num_queued_reqs`` is DEFAULT_QUEUE unless given."""
 
     def __init__(
@@ -44,15 +42,8 @@ class AsyncLLM:
         options.setdefault("max_num_queued_reqs", DEFAULT_QUEUE)
         self._start(build_engine(EngineConfig.from_kwargs(model=model, **options), progress=progress))
 
-    @classmethod
-    def from_built(cls, built: Built) -> AsyncLLM:
-        """Around an engine that was put together elsewhere. Nobody else may touch that engine from now on."""
-        llm = cls.__new__(cls)
-        llm._start(built)
-        return llm
-
     def _start(self, built: Built) -> None:
-        self._built = built
+        super()._start(built)
         self._thread = EngineThread(built.engine)
 
     @property
@@ -61,33 +52,23 @@ class AsyncLLM:
         return self._thread.is_alive
 
     @property
-    def banner(self) -> list[str]:
-        return self._built.banner
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self._built.loaded.tokenizer
-
-    @property
-    def model_config(self) -> ModelConfig:
-        return self._built.loaded.config
-
-    @property
-    def model_name(self) -> str:
-        return self._built.config.model
-
-    @property
-    def max_model_len(self) -> int:
-        return self._built.plan.max_model_len
-
-    @property
     def bytes_per_block(self) -> int:
         """What one block of the pool takes, all layers, scales included."""
         return self._built.pool.bytes_per_block
 
-    @property
-    def config(self) -> EngineConfig:
-        return self._built.config
+    async def tokenise(self, prompt: Prompt) -> Mapping[str, Any]:
+        """``prompt`` with its token ids, for ``generate``: text becomes ids here, not between two steps of the engine.
+
+        Raises InvalidRequest, and QueueFull where a request would be refused: then no work is spent on its prompt.
+        """
+        self._check_queue()
+        if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None:
+            return prompt
+        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
+            text, ids = await asyncio.to_thread(read_prompt, prompt, self.tokenizer)
+        else:
+            text, ids = read_prompt(prompt, self.tokenizer)
+        return {"prompt": text, "prompt_token_ids": ids}
 
     async def generate(
         self,
@@ -111,8 +92,7 @@ class AsyncLLM:
         came to grief, EngineDead when the engine dies.
         """
         stream = Stream()
-        self._check_queue()
-        tokenised = await self._tokenise(prompt)
+        tokenised = await self.tokenise(prompt)
         salt = joint_salt(cache_salt, tenant)
         name = uuid4().hex if request_id is None else request_id
 
@@ -191,14 +171,6 @@ class AsyncLLM:
         limit = self._built.config.scheduler.max_num_queued_reqs
         if limit is not None and self._thread.num_calls + self._thread.stats.num_waiting >= limit:
             raise QueueFull(limit)
-
-    async def _tokenise(self, prompt: Prompt) -> Prompt:
-        """Text becomes ids here, not between two steps of the engine."""
-        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
-            text, ids = await asyncio.to_thread(read_prompt, prompt, self.tokenizer)
-        else:
-            text, ids = read_prompt(prompt, self.tokenizer)
-        return {"prompt": text, "prompt_token_ids": ids}
 
     def _abort(self, engine: Engine, request_id: str) -> None:
         for key in engine.keys_of(request_id):

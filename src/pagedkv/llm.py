@@ -26,34 +26,25 @@ from pagedkv.model.config import ModelConfig
 from pagedkv.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
 Message = Mapping[str, Any]
 
 
-class LLM:
-    """A model, its pool and its engine in this process.
+class Door:
+    """What ``LLM`` and ``AsyncLLM`` share: the engine behind them, and what there is to know about it."""
 
-    model:    a local directory or .gguf file, "smollm2-135m", or a Hugging Face id
-    options:  ``config.EngineOptions``; an unknown keyword is a TypeError, a value that cannot work an InvalidRequest
-    progress: called with (done, total) bytes while the weights are read
-    """
-
-    def __init__(
-        self, model: str, *, progress: Callable[[int, int], None] | None = None, **options: Unpack[EngineOptions]
-    ) -> None:
-        self._built = build_engine(EngineConfig.from_kwargs(model=model, **options), progress=progress)
+    _built: Built
 
     @classmethod
-    def from_built(cls, built: Built) -> LLM:
-        """Around an engine that was put together elsewhere (``engine/build.py``)."""
-        llm = cls.__new__(cls)
-        llm._built = built
-        return llm
+    def from_built(cls, built: Built) -> Self:
+        """Around an engine that was put together elsewhere. Nobody else may touch that engine from now on."""
+        door = cls.__new__(cls)
+        door._start(built)
+        return door
 
-    @property
-    def engine(self) -> Engine:
-        return self._built.engine
+    def _start(self, built: Built) -> None:
+        self._built = built
 
     @property
     def banner(self) -> list[str]:
@@ -61,11 +52,12 @@ class LLM:
         return self._built.banner
 
     @property
+    def config(self) -> EngineConfig:
+        return self._built.config
+
+    @property
     def tokenizer(self) -> Tokenizer:
         return self._built.loaded.tokenizer
-
-    def get_tokenizer(self) -> Tokenizer:
-        return self.tokenizer
 
     @property
     def model_config(self) -> ModelConfig:
@@ -78,6 +70,27 @@ class LLM:
     @property
     def max_model_len(self) -> int:
         return self._built.plan.max_model_len
+
+
+class LLM(Door):
+    """A model, its pool and its engine in this process.
+
+    model:    a local directory or .gguf file, "smollm2-135m", or a Hugging Face id
+    options:  ``config.EngineOptions``; an unknown keyword is a TypeError, a value that cannot work an InvalidRequest
+    progress: called with (done, total) bytes while the weights are read
+    """
+
+    def __init__(
+        self, model: str, *, progress: Callable[[int, int], None] | None = None, **options: Unpack[EngineOptions]
+    ) -> None:
+        self._start(build_engine(EngineConfig.from_kwargs(model=model, **options), progress=progress))
+
+    @property
+    def engine(self) -> Engine:
+        return self._built.engine
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self.tokenizer
 
     def generate(
         self,

@@ -20,7 +20,7 @@ import httpx
 import pytest
 from live_server import Live
 
-LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20) -> None:
@@ -50,16 +50,32 @@ def raw_post(live: Live, path: str, body: dict[str, Any], version: str = "HTTP/1
     return connection
 
 
+def counts(caplog: pytest.LogCaptureFixture) -> list[tuple[int, int]]:
+    """(prompt tokens, generated) of each generation in the access log, in the order of their ends."""
+    lines = [record.getMessage() for record in caplog.records if record.name == "pagedkv.access"]
+    found = [re.search(r": (\d+) prompt tokens \(\d+ cached\), (\d+) generated", line) for line in lines]
+    return [(int(match[1]), int(match[2])) for match in found if match]
+
+
 @pytest.mark.parametrize("version", ["HTTP/1.1", "HTTP/1.0"])
-def test_b66_a_client_that_waits_for_the_whole_answer_and_leaves(live: Live, version: str) -> None:
+def test_b66_a_client_that_waits_for_the_whole_answer_and_leaves(
+    live: Live, version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "pagedkv.access")
+    before = live.llm.stats().generated_tokens
     connection = raw_post(live, "/v1/completions", LONG, version)
-    wait_for(lambda: live.llm.stats().num_running == 1)
+    wait_for(lambda: live.llm.stats().generated_tokens > before + 3)
     connection.close()
     wait_for(lambda: live.llm.stats().num_running == 0)
     live.settle()
+    wait_for(lambda: counts(caplog) != [])
+    ((prompt, generated),) = counts(caplog)
+    assert prompt == len(live.llm.tokenizer.encode(LONG["prompt"]))
+    assert 0 < generated < 400
 
 
-def test_b66_a_queued_request_whose_client_left_never_runs(open_server: Any) -> None:
+def test_b66_a_queued_request_whose_client_left_never_runs(open_server: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "pagedkv.access")
     with open_server(max_num_seqs=1) as live:
         first = raw_post(live, "/v1/completions", LONG)
         wait_for(lambda: live.llm.stats().num_running == 1)
@@ -68,6 +84,8 @@ def test_b66_a_queued_request_whose_client_left_never_runs(open_server: Any) -> 
         queued.close()
         wait_for(lambda: live.llm.stats().num_waiting == 0)
         assert live.llm.stats().num_running == 1
+        wait_for(lambda: counts(caplog) != [])
+        assert counts(caplog) == [(len(live.llm.tokenizer.encode("Never to be run")), 0)]
         first.close()
         live.settle()
         assert live.llm.stats().finished["abort"] == 2

@@ -197,7 +197,6 @@ class Answer:
             yield self.chunk([], usage=True)
 
     def whole(self, output: RequestOutput) -> ChatCompletion:
-        self.totals.see(0, output)
         ids = self.body.return_token_ids
         return ChatCompletion(
             id=self.id,
@@ -221,12 +220,12 @@ async def chat_completions(body: ChatCompletionRequest, request: Request) -> Res
     model = serving.check_model(body.model)
     tools = offered_tools(body)
     params = parameters(body, tools)
-    sources = flow.start(serving, request, body, [prompt_of(serving, request, body)], params)
+    sources = await flow.start(serving, request, body, [prompt_of(serving, request, body)], params)
     names = frozenset(tool.function.name for tool in tools)
     name = flow.public_id(request, body, "chatcmpl")
     answer = Answer(serving, body, name, model, names, flow.totals_of(request, name))
     if body.stream:
         outputs = await flow.begun(request, flow.merge(sources))
         return event_stream(answer.chunks(outputs))
-    finals = await flow.until_gone(request, flow.collect(sources))
+    finals = await flow.until_gone(request, flow.collect(sources, answer.totals))
     return Response(status_code=499) if finals is None else json_reply(answer.whole(finals[0]))

@@ -131,17 +131,16 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     serving: Serving = request.app.state.serving
     model = serving.check_model(body.model)
     prompts, params = prompts_of(body), parameters(body)
-    sources = flow.start(serving, request, body, prompts, params)
+    sources = await flow.start(serving, request, body, prompts, params)
     name = flow.public_id(request, body, "cmpl")
     answer = Answer(serving, body, name, model, body.n or 1, flow.totals_of(request, name))
     if body.stream:
         outputs = await flow.begun(request, flow.merge(sources))
         return event_stream(answer.chunks(outputs))
-    finals = await flow.until_gone(request, flow.collect(sources))
+    finals = await flow.until_gone(request, flow.collect(sources, answer.totals))
     if finals is None:
         return Response(status_code=499)
     choices = []
     for which, output in enumerate(finals):
-        answer.totals.see(which, output)
         choices += [answer.choice(d) for d in flow.Progress().deltas(which * answer.num_choices, output)]
     return json_reply(answer.reply(choices, usage=True))

@@ -11,7 +11,7 @@ import asyncio
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -134,23 +134,21 @@ class Totals:
 
     def __init__(self, served: Served) -> None:
         self._served = served
-        self._latest: dict[int, RequestOutput] = {}
+        self._seen: dict[int, tuple[int, int]] = {}
 
     def see(self, which: int, output: RequestOutput) -> None:
-        self._latest[which] = output
-        usage, served = self.usage(), self._served
-        served.prompt_tokens, served.completion_tokens = usage.prompt_tokens, usage.completion_tokens
-        served.cached_tokens = usage.prompt_tokens_details.cached_tokens
+        served = self._served
+        cached, generated = self._seen.get(which, (0, 0))
+        new = output.num_cached_tokens, sum(len(sample.token_ids) for sample in output.outputs)
+        self._seen[which] = new
+        served.cached_tokens += new[0] - cached
+        served.completion_tokens += new[1] - generated
         if served.ttft is None:
             served.ttft = output.metrics.time_to_first_token
 
     def usage(self) -> Usage:
-        outputs = list(self._latest.values())
-        return Usage.of(
-            sum(len(o.prompt_token_ids) for o in outputs),
-            sum(len(c.token_ids) for o in outputs for c in o.outputs),
-            sum(o.num_cached_tokens for o in outputs),
-        )
+        served = self._served
+        return Usage.of(served.prompt_tokens, served.completion_tokens, served.cached_tokens)
 
 
 async def merge(sources: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
@@ -213,24 +211,26 @@ async def until_gone(request: Request, work: Awaitable[T]) -> T | None:
         watcher.cancel()
 
 
-async def collect(sources: Sequence[AsyncIterator[RequestOutput]]) -> list[RequestOutput]:
-    """The last output of each source."""
-    last = {which: output async for which, output in merge(sources)}
+async def collect(sources: Sequence[AsyncIterator[RequestOutput]], totals: Totals) -> list[RequestOutput]:
+    """The last output of each source; ``totals`` sees all of them."""
+    last = {}
+    async for which, output in merge(sources):
+        totals.see(which, output)
+        last[which] = output
     return [last[which] for which in sorted(last)]
 
 
-def truncated(serving: Serving, body: GenerationBody, prompt: str | list[int]) -> str | list[int]:
-    """The last ``truncate_prompt_tokens`` tokens of a prompt; the prompt itself where the field is absent."""
+async def tokenised(serving: Serving, body: GenerationBody, prompt: str | list[int]) -> Mapping[str, Any]:
+    """A prompt with its token ids: where the field is given, the last ``truncate_prompt_tokens`` of them."""
     keep = body.truncate_prompt_tokens
-    if keep is None:
-        return prompt
-    if not 1 <= keep <= serving.llm.max_model_len:
+    if keep is not None and not 1 <= keep <= serving.llm.max_model_len:
         limit = serving.llm.max_model_len
         raise InvalidRequest(
             f"truncate_prompt_tokens: {keep} is not from 1 to {limit}, the context length",
             field="truncate_prompt_tokens",
         )
-    return (serving.llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)[-keep:]
+    read = await serving.llm.tokenise(prompt)
+    return read if keep is None else {"prompt_token_ids": read["prompt_token_ids"][-keep:]}
 
 
 def tenant_of(serving: Serving, request: Request) -> str | None:
@@ -239,18 +239,20 @@ def tenant_of(serving: Serving, request: Request) -> str | None:
     return tenant
 
 
-def start(
+async def start(
     serving: Serving, request: Request, body: GenerationBody, prompts: Sequence[Any], params: Params
 ) -> list[AsyncIterator[RequestOutput]]:
     """One engine request per prompt. Nothing runs before its iterator is asked."""
     if serving.draining:
         raise Draining
+    read = [await tokenised(serving, body, prompt) for prompt in prompts]
+    request.state.served.prompt_tokens = sum(len(prompt["prompt_token_ids"]) for prompt in read)
     tenant = tenant_of(serving, request)
     asker = Asker(tenant, body.cache_salt)
     decode = serving.llm.tokenizer.decode if serving.config.cache_map_show_text else None
     sources = [
         serving.llm.generate(
-            truncated(serving, body, prompt),
+            prompt,
             params,
             new_id("req"),
             priority=body.priority or 0,
@@ -258,7 +260,7 @@ def start(
             tenant=tenant,
             explain=bool(body.explain),
         )
-        for prompt in prompts
+        for prompt in read
     ]
     if not body.explain and serving.insight.record is None:
         return sources
