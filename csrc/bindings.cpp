@@ -33,6 +33,7 @@ std::vector<std::string> instruction_sets() {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  m.attr("sources") = PAGEDKV_SOURCES;
   m.def("physical_slot", &physical_slot, nb::arg("table"), nb::arg("position"), nb::arg("block_size"));
   m.def("instruction_sets", &instruction_sets, "what this processor has, slowest first");
   m.def("instruction_set", [] { return std::string(pagedkv::isa_name(pagedkv::isa())); });

@@ -73,6 +73,7 @@ nb::tuple chain_blocks(nb::bytes parent, nb::bytes data, size_t width) {
 
 NB_MODULE(_cache, m) {
   m.doc() = "block keys, and the loops over blocks of pagedkv.cache";
+  m.attr("sources") = PAGEDKV_SOURCES;
   m.def("pack_tokens", &pack_tokens);
   m.def("chain_blocks", &chain_blocks, nb::arg("parent"), nb::arg("data"), nb::arg("width"));
   m.def("digest", &digest, nb::arg("message"), nb::arg("portable") = false);

@@ -139,4 +139,4 @@ def test_flags_that_do_nothing_or_are_refused_say_so(model: str) -> None:
 
 def test_collect_env_names_what_a_report_needs() -> None:
     text = run("collect-env").stdout
-    assert all(word in text for word in ("pagedkv:", "torch:", "attention on cpu:", "memory:"))
+    assert all(word in text for word in ("pagedkv:", "torch:", "compiled parts:", "attention on cpu:", "memory:"))

@@ -102,7 +102,7 @@ def test_metrics_and_stats_say_what_happened(llm: LLM) -> None:
 
 def test_the_banner_says_what_runs(llm: LLM) -> None:
     text = "\n".join(llm.banner)
-    for part in ("128 blocks of 16 tokens", "max_model_len 256", "prefix caching on", "exact"):
+    for part in ("128 blocks of 16 tokens", "max_model_len 256", "prefix caching on (lru)", "exact"):
         assert part in text
     assert llm.stats().exact == llm.engine.exact
 

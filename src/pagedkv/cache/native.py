@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+extension: Any
 try:
-    from pagedkv import _cache as extension
+    from pagedkv import _cache
+
+    extension = _cache
 except ImportError:  # built without native code (PAGEDKV_NATIVE=0)
     extension = None
 
@@ -23,5 +26,7 @@ def native(in_python: Loop) -> Loop:
     IN_PYTHON[in_python.__name__] = in_python
     if extension is None:
         return in_python
-    compiled: Loop = getattr(extension, in_python.__name__)
+    compiled: Loop | None = getattr(extension, in_python.__name__, None)
+    if compiled is None:
+        raise ImportError(f"pagedkv._cache has no {in_python.__name__}: it is older than this package; build it again")
     return compiled

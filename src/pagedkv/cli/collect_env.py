@@ -64,6 +64,7 @@ def _torch_facts() -> list[tuple[str, str]]:
     import torch
 
     from pagedkv.attention.backend import choose
+    from pagedkv.engine.extensions import complaints
     from pagedkv.errors import BackendUnavailable
 
     found = [("torch threads", str(torch.get_num_threads()))]
@@ -74,6 +75,7 @@ def _torch_facts() -> list[tuple[str, str]]:
         found.append(("instruction set", str(extension().instruction_set())))
     except (BackendUnavailable, ImportError) as error:
         found.append(("native kernels", f"not there: {error}"))
+    found += [("compiled parts", complaint) for complaint in complaints() or ["there, and built from these sources"]]
     for device in ("cpu", *(("cuda",) if torch.cuda.is_available() else ())):
         try:
             found.append((f"attention on {device}", choose("auto", torch.device(device)).name))

@@ -14,6 +14,7 @@ from pagedkv.cache.pool import KVPool
 from pagedkv.cache.prefix import PrefixCache
 from pagedkv.config import EngineConfig
 from pagedkv.engine.engine import Engine
+from pagedkv.engine.extensions import warn_once
 from pagedkv.engine.gpu import gpu_runner
 from pagedkv.engine.intake import Intake, Limits
 from pagedkv.engine.runner import ModelRunner
@@ -44,7 +45,7 @@ class Built:
         cache, scheduler = self.config.cache, self.config.scheduler
         stored = str(self.pool.data.dtype).removeprefix("torch.")
         caching = (
-            f"prefix caching on: prefixes are shared from {cache.block_size} tokens on"
+            f"prefix caching on ({cache.eviction_policy}): prefixes are shared from {cache.block_size} tokens on"
             if cache.enable_prefix_caching
             else "prefix caching off"
         )
@@ -63,6 +64,7 @@ class Built:
 
 def build_engine(config: EngineConfig, *, progress: Progress | None = None) -> Built:
     """Loads the model, sizes the pool, puts the parts together. ``progress(done, total)``: bytes of weights."""
+    warn_once()
     loaded = load_model(
         config.model,
         tokenizer=config.tokenizer,
