@@ -43,16 +43,13 @@ struct BFloats {
     return _mm512_dpbf16_ps(sum, (__m512bh)packed, (__m512bh)_mm512_set1_ps(a));
   }
 
-  static inline void row(const bfloat_t* from, int D, float* to, int padded) {
-    bfloat_t* out = reinterpret_cast<bfloat_t*>(to);
-    for (int d = 0; d < D; ++d) out[d] = from[d];
-    for (int d = D; d < padded; ++d) out[d] = bfloat_t{0};
-  }
   template <class T>
   static inline void row(const T* from, int D, float* to, int padded) {
     bfloat_t* out = reinterpret_cast<bfloat_t*>(to);
-    for (int d = 0; d < D; ++d) narrow(widen(from[d]), out[d]);
-    for (int d = D; d < padded; ++d) out[d] = bfloat_t{0};
+    int d = 0;
+    for (; d + kLanes <= D; d += kLanes) store_as(out + d, load_as(from + d));
+    for (; d < D; ++d) narrow(widen(from[d]), out[d]);
+    for (; d < padded; ++d) out[d] = bfloat_t{0};
   }
 
   static inline void weights(float* to, int slot, vf p) {

@@ -35,14 +35,14 @@ static inline void finish_row(const AttentionArgs& args, int head, int token, fl
     factor = exp2_negative(top - with);
     sum = sum * factor + exp2_negative(sink - with);
   }
-  const vf by = splat(sum == 0.0f ? 0.0f : factor / sum);
+  const vf by = splat(sum == 0.0f ? 0.0f : factor / sum), zero = splat(0.0f);  // added: -0 becomes 0, as in a merge
   const int64_t at = token * args.out.token_stride + head * args.out.head_stride;
   const auto put = [&](auto* to) {
     int d = 0;
-    for (; d + kLanes <= D; d += kLanes) store_as(to + d, mul(load(values + d), by));
+    for (; d + kLanes <= D; d += kLanes) store_as(to + d, fma(load(values + d), by, zero));
     if (d < D) {
       float rest[kLanes];
-      store(rest, mul(load(values + d), by));
+      store(rest, fma(load(values + d), by, zero));
       for (int i = 0; d + i < D; ++i) narrow(rest[i], to[d + i]);
     }
   };
@@ -95,27 +95,39 @@ class ItemRunner {
   void run() {
     __builtin_memset(zeros_, 0, sizeof(float) * kMaxHeadDim);
     load_rows();
+    if (item_.whole && item_.last_piece - item_.first_piece == 1) {  // what merging into nothing would give
+      run_piece(item_.first_piece);
+      return each_row([&](int r, int token, int head) {
+        finish_row(args_, head, token, max_[r], hsum(load(sums_ + r * kLanes)), out_ + r * columns_, D_);
+      });
+    }
     clear(merged_max_, merged_, merged_sum_, 1);
     for (int piece = item_.first_piece; piece < item_.last_piece; ++piece) {
       run_piece(piece);
-      for (int r = 0; r < all_; ++r) {
+      each_row([&](int r, int token, int head) {
         const float sum = hsum(load(sums_ + r * kLanes));
         if (item_.whole)
           merge_state(merged_max_[r], merged_sum_[r], merged_ + r * columns_, max_[r], sum, out_ + r * columns_,
                       columns_);
         else
-          save_partial(r, piece, sum);
-      }
+          save_partial(r, token, head, piece, sum);
+      });
     }
     if (!item_.whole) return;
-    for (int r = 0; r < all_; ++r)
-      finish_row(args_, head(r), token(r), merged_max_[r], merged_sum_[r], merged_ + r * columns_, D_);
+    each_row([&](int r, int token, int head) {
+      finish_row(args_, head, token, merged_max_[r], merged_sum_[r], merged_ + r * columns_, D_);
+    });
   }
 
  private:
   // The rows of the item: those of its first KV head, then those of the next; in a head token by token.
-  int token(int row) const { return plan_.tile_tokens[tile_.first + row % rows_ / group_]; }
-  int head(int row) const { return (item_.first_head + row / rows_) * group_ + row % group_; }
+  template <class Run>  // run(row, token, head)
+  inline void each_row(Run run) const {
+    int row = 0;
+    for (int head = item_.first_head * group_; head < item_.last_head * group_; head += group_)
+      for (int t = 0; t < tile_.num_tokens; ++t)
+        for (int g = 0; g < group_; ++g) run(row++, plan_.tile_tokens[tile_.first + t], head + g);
+  }
 
   int first_tile(const WorkItem& item) const {
     const int first = plan_.tiles[item.tile].first_slot, begin = item.first_piece * kPiece;
@@ -123,16 +135,16 @@ class ItemRunner {
   }
 
   void load_rows() {
-    for (int r = 0; r < all_; ++r) {
-      low_[r] = plan_.token_low[token(r)];
-      high_[r] = plan_.token_high[token(r)];
-      const int64_t at = token(r) * args_.q.token_stride + head(r) * args_.q.head_stride;
+    const int padded = round_up(D_, 16);
+    each_row([&](int r, int token, int head) {
+      low_[r] = plan_.token_low[token];
+      high_[r] = plan_.token_high[token];
+      const int64_t at = token * args_.q.token_stride + head * args_.q.head_stride;
       float* to = query_ + r * dwords_;  // a row's end may be written past, into what the next one overwrites
-      const int padded = round_up(D_, 16);
       if (args_.q.dtype == DType::f32) F::row(static_cast<const float*>(args_.q.data) + at, D_, to, padded);
       else if (args_.q.dtype == DType::bf16) F::row(static_cast<const bfloat_t*>(args_.q.data) + at, D_, to, padded);
       else F::row(static_cast<const half_t*>(args_.q.data) + at, D_, to, padded);
-    }
+    });
   }
 
   void clear(float* max, float* out, float* sums, int lanes) {
@@ -251,9 +263,9 @@ class ItemRunner {
     return first_lane(fade);
   }
 
-  void save_partial(int row, int piece, float sum) {
+  void save_partial(int row, int token, int head, int piece, float sum) {
     const int64_t stride = plan_.partial_stride();
-    const int64_t index = (plan_.partial_base[token(row)] + piece) * plan_.batch.num_heads + head(row);
+    const int64_t index = (plan_.partial_base[token] + piece) * plan_.batch.num_heads + head;
     float* to = plan_.partials.data() + index * stride;
     to[0] = max_[row];
     to[1] = sum;
