@@ -98,8 +98,8 @@ template <int N>
 struct Count {
   static constexpr int value = N;
 };
-template <class Run>
-static inline void by_rows(int rows, Run run) {
+template <class Run>  // always inlined: what `run` holds would go over the stack, in vectors put together from scalars
+__attribute__((always_inline)) static inline void by_rows(int rows, const Run& run) {
   switch (rows) {
     case 1: return run(Count<1>());
     case 2: return run(Count<2>());
