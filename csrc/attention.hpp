@@ -22,7 +22,7 @@ namespace pagedkv {
 constexpr int kTile = 64;    // slots that are reduced together
 constexpr int kPiece = 256;  // positions between two cuts of the history; a multiple of kTile
 constexpr int kMaxHeadDim = 256;
-constexpr int kMaxRows = 96;  // query rows of an item: tokens x heads of a group x KV heads
+constexpr int kMaxRows = 192;  // query rows of an item: tokens x heads of a group x KV heads
 
 enum class DType : int32_t { f32 = 0, f16 = 1, bf16 = 2, i8 = 3, f8e4m3 = 4 };
 

@@ -13,6 +13,7 @@ namespace {
 constexpr int32_t kSplitRows = 16;      // sequences with at most this many query rows a head take part in sharing
 constexpr int64_t kSharesLeft = 2;      // an item takes at most the so manieth part of what is left for its thread,
 constexpr int64_t kItemsPerThread = 64;  // and is not divided further when it is so small a part of the whole
+constexpr int64_t kTilesPerThread = 6;  // at least, where tiles of half the rows make so many
 constexpr int64_t kTileCost = 14;       // reading and packing a tile costs about as much as this many query rows
 
 int32_t pieces_up_to(int32_t position) { return (position + kPiece - 1) / kPiece; }
@@ -112,7 +113,12 @@ class Planner {
     }
   }
 
-  int32_t rows_of_item() const { return view_.head_dim > 128 ? kMaxRows / 2 : kMaxRows; }
+  // A tile is packed once for all rows of an item; but a short prompt must make items for all threads.
+  int32_t rows_of_item() const {
+    const int64_t most = view_.head_dim > 128 ? kMaxRows / 2 : kMaxRows;
+    const int64_t rows = int64_t{view_.query_start[view_.num_seqs]} * view_.num_heads;
+    return static_cast<int32_t>(std::clamp(rows / (kTilesPerThread * omp_get_max_threads()), most / 2, most));
+  }
   int32_t tokens_per_tile() const { return std::max(rows_of_item() / plan_.group(), 1); }
 
   void add_tile(const int32_t* table, const std::vector<int32_t>& tokens, int32_t first_slot, int32_t last_slot) {
