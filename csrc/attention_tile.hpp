@@ -35,14 +35,16 @@ struct TileRows {
     const int64_t heads = head - first_head;
     for (const Span* span = spans; span < spans + num_spans; ++span)
       for (int side = 0; side < 2; ++side) {
+        const int count = span->count;
         const char* row = span->begin[side] + heads * strides.head[side];
         const T** to = rows + side * kTile + span->first;
-        for (int i = 0; i < span->count; ++i) to[i] = reinterpret_cast<const T*>(row + i * strides.slot[side]);
+        for (int64_t i = 0, stride = strides.slot[side]; i < count; ++i, row += stride)
+          to[i] = reinterpret_cast<const T*>(row);
         if constexpr (Scaled) {
           const char* scale = span->begin[2 + side] + heads * strides.head[2 + side];
           float* scales = (side == 0 ? key_scale : value_scale) + span->first;
-          for (int i = 0; i < span->count; ++i)
-            __builtin_memcpy(scales + i, scale + i * strides.slot[2 + side], sizeof(float));
+          for (int64_t i = 0, stride = strides.slot[2 + side]; i < count; ++i, scale += stride)
+            __builtin_memcpy(scales + i, scale, sizeof(float));
         }
       }
   }
