@@ -21,30 +21,33 @@ struct Bytes {
 
   template <class T>
   static void row(const T* from, int D, float* to, int) {
-    constexpr float kLargest = 127.0f * 128.0f, magic = 0x1.8p23f;  // the sum's ulp is 1: the addition rounds
+    constexpr float kLargest = 127.0f * 128.0f;
     const int n = 4 * quads(D);
-    float top = 0.0f;
-    bool nan = false;
-    for (int d = 0; d < D; ++d) {
-      const float x = widen(from[d]), magnitude = x < 0.0f ? -x : x;
-      nan |= x != x;
-      top = magnitude > top ? magnitude : top;
+    alignas(64) float wide[kMaxHeadDim];
+    widen_row(from, D, wide, round_up(D, 16));
+    vf top = splat(0.0f);
+    __mmask16 nan = 0;
+    for (int d = 0; d < D; d += 16) {
+      const vf x = load(wide + d);
+      nan |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+      top = max(top, _mm512_abs_ps(x));
     }
-    const bool finite = !nan && top < __builtin_inff();
-    const float factor = finite && top > 1e-30f ? kLargest / top : 0.0f;
+    const float largest = hmax(top);
+    const bool finite = !nan && largest < __builtin_inff();
+    const vf factor = splat(finite && largest > 1e-30f ? kLargest / largest : 0.0f);
     int8_t *high = reinterpret_cast<int8_t*>(to), *low = high + n;
-    int32_t sum = 0;
-    for (int d = 0; d < n; ++d) {
-      const float x = d < D && finite ? widen(from[d]) * factor : 0.0f;
-      const int32_t whole = static_cast<int32_t>(to_bits(x + magic) - to_bits(magic));
-      const int32_t upper = (whole + 64) >> 7;
-      high[d] = static_cast<int8_t>(upper);
-      low[d] = static_cast<int8_t>(whole - 128 * upper);
-      sum += whole;
+    __m512i sum = _mm512_setzero_si512();
+    for (int d = 0; d < n; d += 16) {
+      const __mmask16 here = n - d >= 16 ? 0xffff : (1 << (n - d)) - 1;
+      const __m512i whole = finite ? _mm512_cvtps_epi32(mul(load(wide + d), factor)) : _mm512_setzero_si512();
+      const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(64)), 7);
+      _mm512_mask_cvtepi32_storeu_epi8(high + d, here, upper);
+      _mm512_mask_cvtepi32_storeu_epi8(low + d, here, _mm512_sub_epi32(whole, _mm512_slli_epi32(upper, 7)));
+      sum = _mm512_add_epi32(sum, whole);
     }
-    sum *= 128;
-    to[n / 2] = finite ? top / kLargest : __builtin_nanf("");
-    __builtin_memcpy(to + n / 2 + 1, &sum, sizeof sum);
+    const int32_t added = 128 * _mm512_reduce_add_epi32(sum);
+    to[n / 2] = finite ? largest / kLargest : __builtin_nanf("");
+    __builtin_memcpy(to + n / 2 + 1, &added, sizeof added);
   }
 
   static inline __m512i load_dims(const int8_t* from, int left) {

@@ -43,8 +43,10 @@ struct TileRows {
         if constexpr (Scaled) {
           const char* scale = span->begin[2 + side] + heads * strides.head[2 + side];
           float* scales = (side == 0 ? key_scale : value_scale) + span->first;
-          for (int64_t i = 0, stride = strides.slot[2 + side]; i < count; ++i, scale += stride)
-            __builtin_memcpy(scales + i, scale, sizeof(float));
+          const int64_t stride = strides.slot[2 + side];
+          if (stride == sizeof(float)) __builtin_memcpy(scales, scale, count * sizeof(float));
+          else
+            for (int i = 0; i < count; ++i, scale += stride) __builtin_memcpy(scales + i, scale, sizeof(float));
         }
       }
   }
