@@ -1,4 +1,6 @@
-#define PAGEDKV_LANES lanes_avx2
+#define PAGEDKV_NS lanes_avx2
+#include "simd_avx2.hpp"
+//
 #include "elementwise_kernel.hpp"
 
 namespace pagedkv {

@@ -2,12 +2,12 @@
 #pragma once
 #include "lanes.hpp"
 
-namespace pagedkv::PAGEDKV_LANES {
+namespace pagedkv::PAGEDKV_NS {
 
 // exp by 2^n * e^r, |r| <= ln 2 / 2, and a polynomial of degree 6; about 1 ulp, saturating at the ends.
 inline Lanes exp(Lanes x) {
   x = max(min(x, broadcast(88.0f)), broadcast(-87.0f));
-  const Lanes n = round(mul(x, broadcast(1.44269504f)));
+  const Lanes n = round_even(mul(x, broadcast(1.44269504f)));
   Lanes r = fma(n, broadcast(-0.693145752f), x);
   r = fma(n, broadcast(-1.42860677e-6f), r);
   Lanes p = broadcast(1.3981999507e-3f);
@@ -24,4 +24,4 @@ inline Lanes silu(Lanes x) {
   return div(x, add(one, exp(sub(zero(), x))));
 }
 
-}  // namespace pagedkv::PAGEDKV_LANES
+}  // namespace pagedkv::PAGEDKV_NS

@@ -1,4 +1,6 @@
-#define PAGEDKV_LANES lanes_neon
+#define PAGEDKV_NS lanes_neon
+#include "simd_neon.hpp"
+//
 #include "elementwise_kernel.hpp"
 
 namespace pagedkv {

@@ -3,7 +3,8 @@
 // The pattern that every kernel follows:
 //   topic.hpp          the call as the rest of csrc sees it: plain structs, raw pointers, strides
 //   topic.cpp          plain C++: checks, work split, the OpenMP region, and `const TopicKernels& topic_kernels()`
-//   topic_kernel.hpp   the kernel as a template over simd_*.hpp, inside `namespace pagedkv::PAGEDKV_NS`
+//   topic_kernel.hpp   the kernel over the vectors of simd_*.hpp (or lanes.hpp: sixteen lanes whatever a vector
+//                      holds), inside `namespace pagedkv::PAGEDKV_NS`
 //   topic_<isa>.cpp    three lines: the flags' simd header, the template, `extern const TopicKernels topic_<isa>`
 // A file that is compiled for one instruction set keeps everything it instantiates in its own namespace and uses no
 // inline function of the standard library, so that the linker cannot merge its code into the generic build.

@@ -1,4 +1,6 @@
-#define PAGEDKV_LANES lanes_avx512
+#define PAGEDKV_NS lanes_avx512
+#include "simd_avx512.hpp"
+//
 #include "product_table.hpp"
 
 namespace pagedkv {

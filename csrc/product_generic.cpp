@@ -1,4 +1,6 @@
-#define PAGEDKV_LANES lanes_generic
+#define PAGEDKV_NS lanes_generic
+#include "simd_generic.hpp"
+//
 #include "product_table.hpp"
 
 namespace pagedkv {

@@ -6,7 +6,7 @@
 #pragma once
 #include "product_kernel.hpp"
 
-namespace pagedkv::PAGEDKV_LANES {
+namespace pagedkv::PAGEDKV_NS {
 
 template <WeightKind kind>
 struct Groups {
@@ -28,7 +28,7 @@ struct Groups {
   static void tile(const Product& product, const Place& at) {
     static_assert(P == 1, "one panel at a time");
     const Weight& weight = product.weight;
-    const Table table = make_table(kind == WeightKind::int4 ? -8 : 0);
+    const NibbleTable table = nibble_table(kind == WeightKind::int4 ? -8 : 0);
     const int64_t groups = weight.depth / kGroup;
     const uint16_t* x = static_cast<const uint16_t*>(product.x) + at.row * product.stride;
     const float* sums = at.sums + (at.row - at.top) * groups;
@@ -71,10 +71,10 @@ struct Groups {
 
  private:
   // Pair j of half h of a group.
-  static Pairs pairs(const uint8_t* group, int j, int h, const Table& table) {
+  static Pairs pairs(const uint8_t* group, int j, int h, const NibbleTable& table) {
     if constexpr (kind == WeightKind::int8) return bytes(reinterpret_cast<const int8_t*>(group) + (h * 16 + j) * 32);
     return nibbles(group + h * 256 + j / 4 * 64, j % 4, table);
   }
 };
 
-}  // namespace pagedkv::PAGEDKV_LANES
+}  // namespace pagedkv::PAGEDKV_NS

@@ -6,7 +6,7 @@
 #include "elementwise_math.hpp"
 #include "product.hpp"
 
-namespace pagedkv::PAGEDKV_LANES {
+namespace pagedkv::PAGEDKV_NS {
 
 constexpr int64_t kAheadBytes = 2048;  // of prefetch, for the memory-bound case: few rows
 
@@ -25,7 +25,7 @@ struct Step {  // bf16
 template <>
 struct Step<float> {
   using Columns = Lanes;
-  static Columns columns(const uint8_t* at) { return load(reinterpret_cast<const float*>(at)); }
+  static Columns columns(const uint8_t* at) { return load_lanes(reinterpret_cast<const float*>(at)); }
   static Lanes value(const float* x) { return broadcast(*x); }
   static Lanes add_product(Lanes acc, Columns w, Lanes x) { return fma(x, w, acc); }
 };
@@ -138,7 +138,7 @@ template <TailKind kind>
 inline void put(void* out, bool bf16, Lanes v) {
   if (bf16) return store_bf16(static_cast<uint16_t*>(out), v);
   float* at = static_cast<float*>(out);
-  store(at, kind == TailKind::add ? add(load(at), v) : v);
+  store(at, kind == TailKind::add ? add(load_lanes(at), v) : v);
 }
 
 template <TailKind kind>
@@ -146,7 +146,7 @@ inline void put_first(void* out, bool bf16, Lanes v, int count) {
   if (count <= 0) return;
   if (bf16) return store_bf16_first(static_cast<uint16_t*>(out), v, count);
   float* at = static_cast<float*>(out);
-  store_first(at, kind == TailKind::add ? add(load_first(at, count), v) : v, count);
+  store_first(at, kind == TailKind::add ? add(load_first_lanes(at, count), v) : v, count);
 }
 
 template <TailKind kind, int R, int C>
@@ -186,8 +186,8 @@ template <int R, int C>
   const Tail& tail = product.tail;
   if (tail.bias) {
     const int64_t column = panel * kPanel, left = product.weight.columns - column;
-    const Lanes low = load_first(tail.bias + column, lanes_left(left));
-    const Lanes high = left > 16 ? load_first(tail.bias + column + 16, lanes_left(left - 16)) : zero();
+    const Lanes low = load_first_lanes(tail.bias + column, lanes_left(left));
+    const Lanes high = left > 16 ? load_first_lanes(tail.bias + column + 16, lanes_left(left - 16)) : zero();
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       acc[r][c] = add(acc[r][c], low);
@@ -278,4 +278,4 @@ void multiply(const Product& product, int64_t first, int64_t last, ProductScratc
   }
 }
 
-}  // namespace pagedkv::PAGEDKV_LANES
+}  // namespace pagedkv::PAGEDKV_NS

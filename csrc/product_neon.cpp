@@ -1,4 +1,6 @@
-#define PAGEDKV_LANES lanes_neon
+#define PAGEDKV_NS lanes_neon
+#include "simd_neon.hpp"
+//
 #include "product_table.hpp"
 
 namespace pagedkv {

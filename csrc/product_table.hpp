@@ -3,7 +3,7 @@
 #include "product_groups.hpp"
 #include "product_kernel.hpp"
 
-namespace pagedkv::PAGEDKV_LANES {
+namespace pagedkv::PAGEDKV_NS {
 
 constexpr ProductKernels kProducts = {{
     multiply<Dense<float>>,
@@ -13,4 +13,4 @@ constexpr ProductKernels kProducts = {{
     multiply<Groups<WeightKind::int8>>,
 }};
 
-}  // namespace pagedkv::PAGEDKV_LANES
+}  // namespace pagedkv::PAGEDKV_NS

@@ -9,15 +9,25 @@ namespace pagedkv::PAGEDKV_NS {
 constexpr int kLanes = 16;
 constexpr int kBlockRows = 6;  // rows x vectors of a product that stay in registers
 constexpr int kBlockVectors = 4;
+constexpr int kTileRows = 12;      // of a panel of two vectors: 24 accumulators of the 32 registers
+constexpr int kGroupTileRows = 8;  // beside them a second set of accumulators, for the group
 typedef __m512 vf;
+typedef __m512i vi;
 
 static inline vf load(const float* p) { return _mm512_loadu_ps(p); }
 static inline void store(float* p, vf x) { _mm512_storeu_ps(p, x); }
+// The first n lanes; the others are 0, and memory past them is not touched. n may be less than 0 or more than kLanes.
+static inline __mmask16 first_lanes(int n) {
+  return static_cast<__mmask16>(n <= 0 ? 0u : n >= 16 ? 0xffffu : (1u << n) - 1u);
+}
+static inline vf load_first(const float* p, int n) { return _mm512_maskz_loadu_ps(first_lanes(n), p); }
+static inline void store_first(float* p, vf x, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), x); }
 static inline vf splat(float x) { return _mm512_set1_ps(x); }
 static inline vf add(vf a, vf b) { return _mm512_add_ps(a, b); }
 static inline vf sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 static inline vf mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 static inline vf div(vf a, vf b) { return _mm512_div_ps(a, b); }
+static inline vf root(vf a) { return _mm512_sqrt_ps(a); }
 static inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 static inline vf max(vf a, vf b) { return _mm512_max_ps(a, b); }  // b where either is NaN
 static inline vf min(vf a, vf b) { return _mm512_min_ps(a, b); }
@@ -49,6 +59,8 @@ static inline vf round_even(vf x) {
 static inline vf power_of_two(vf n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
 }
+// x * 2^n for whole n in [-126, 127]
+static inline vf scale(vf x, vf n) { return _mm512_scalef_ps(x, n); }
 static inline vf load_as(const float* p) { return load(p); }
 static inline vf load_as(const bfloat_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
@@ -80,6 +92,51 @@ static inline void store_as(bfloat_t* p, vf x) {
 static inline void store_as(half_t* p, vf x) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
+// The same where subnormal numbers may become 0: one instruction.
+static inline void store_rounded(bfloat_t* p, vf x) {
+#ifdef __AVX512BF16__
+  _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x));
+#else
+  store_as(p, x);
+#endif
+}
+
+// Pairs of bf16 in a dword: the even one in its low half.
+static inline vi load_words(const void* p) { return _mm512_loadu_si512(p); }
+// acc + w.even * x.even + w.odd * x.odd
+static inline vf dot(vf acc, vi w, uint32_t x) {
+#ifdef __AVX512BF16__
+  return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(static_cast<int>(x)));
+#else
+  const vi upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+  acc = fma(_mm512_castsi512_ps(_mm512_slli_epi32(w, 16)), splat(from_bits(x << 16)), acc);
+  return fma(_mm512_castsi512_ps(_mm512_and_si512(w, upper)), splat(from_bits(x & 0xffff0000u)), acc);
+#endif
+}
+// The bf16 of value + offset for every value of four bits. Twice, since the permute looks at five bits.
+typedef __m512i NibbleTable;
+static inline NibbleTable nibble_table(int offset) {
+  alignas(64) uint16_t entries[32];
+  for (int i = 0; i < 32; ++i) entries[i] = static_cast<uint16_t>(to_bits(static_cast<float>((i & 15) + offset)) >> 16);
+  return _mm512_load_si512(entries);
+}
+// Pair j of the four in a dword: nibble j of its low half and of its high half.
+static inline vi nibble_pairs(vi words, int j, const NibbleTable& table) {
+  return _mm512_permutexvar_epi16(_mm512_srli_epi32(words, 4 * static_cast<unsigned>(j)), table);
+}
+static inline vi byte_pairs(const int8_t* p) {
+#ifdef __AVX512BF16__
+  return (__m512i)_mm512_cvtne2ps_pbh(load_as(p + 16), load_as(p));
+#else
+  const __m512i words = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+  const vf even = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 16), 16));
+  const vf odd = _mm512_cvtepi32_ps(_mm512_srai_epi32(words, 16));
+  // at most eight significant bits: the upper half of the float is the whole number
+  return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(_mm512_castps_si512(even), 16),
+                                 _mm512_castps_si512(odd));
+#endif
+}
+
 // The same for sixteen vectors in registers.
 static inline void transpose_registers(__m512 (&r)[16]) {
   __m512 t[16];

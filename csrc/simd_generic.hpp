@@ -7,6 +7,8 @@ namespace pagedkv::PAGEDKV_NS {
 constexpr int kLanes = 4;
 constexpr int kBlockRows = 4;     // rows x vectors of a product that stay in registers
 constexpr int kBlockVectors = 2;
+constexpr int kTileRows = 2;
+constexpr int kGroupTileRows = 1;  // beside them a second set of accumulators, for the group
 typedef float vf __attribute__((vector_size(16)));
 typedef int32_t vi __attribute__((vector_size(16)));
 
@@ -16,11 +18,24 @@ static inline vf load(const float* p) {
   return x;
 }
 static inline void store(float* p, vf x) { std::memcpy(p, &x, 16); }
+// The first n lanes; the others are 0, and memory past them is not touched. n may be less than 0 or more than kLanes.
+static inline vf load_first(const float* p, int n) {
+  vf x = {};
+  for (int i = 0; i < kLanes && i < n; ++i) x[i] = p[i];
+  return x;
+}
+static inline void store_first(float* p, vf x, int n) {
+  for (int i = 0; i < kLanes && i < n; ++i) p[i] = x[i];
+}
 static inline vf splat(float x) { return vf{x, x, x, x}; }
 static inline vf add(vf a, vf b) { return a + b; }
 static inline vf sub(vf a, vf b) { return a - b; }
 static inline vf mul(vf a, vf b) { return a * b; }
 static inline vf div(vf a, vf b) { return a / b; }
+static inline vf root(vf a) {
+  for (int i = 0; i < kLanes; ++i) a[i] = __builtin_sqrtf(a[i]);
+  return a;
+}
 static inline vf fma(vf a, vf b, vf c) { return a * b + c; }
 static inline vf max(vf a, vf b) { return a > b ? a : b; }  // b where either is NaN
 static inline vf min(vf a, vf b) { return a < b ? a : b; }
@@ -46,6 +61,8 @@ static inline vf power_of_two(vf n) {
   std::memcpy(&x, &bits, 16);
   return x;
 }
+// x * 2^n for whole n in [-126, 127]
+static inline vf scale(vf x, vf n) { return mul(x, power_of_two(n)); }
 template <class T>
 static inline vf load_as(const T* p) {
   return vf{widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])};
@@ -54,6 +71,49 @@ template <class T>
 static inline void store_as(T* p, vf x) {
   for (int i = 0; i < 4; ++i) narrow(x[i], p[i]);
 }
+static inline void store_rounded(bfloat_t* p, vf x) { store_as(p, x); }
+
+// Pairs of bf16 in a dword: the even one in its low half.
+static inline vi load_words(const void* p) {
+  vi x;
+  std::memcpy(&x, p, 16);
+  return x;
+}
+static inline vf floats_of(vi bits) {
+  vf x;
+  std::memcpy(&x, &bits, 16);
+  return x;
+}
+// acc + w.even * x.even + w.odd * x.odd
+static inline vf dot(vf acc, vi w, uint32_t x) {
+  acc = fma(floats_of(w << 16), splat(from_bits(x << 16)), acc);
+  return fma(floats_of(w & static_cast<int32_t>(0xffff0000u)), splat(from_bits(x & 0xffff0000u)), acc);
+}
+// Whole numbers of at most eight significant bits: the upper half of the float is the bf16.
+static inline vi pairs_of(vi even, vi odd) {
+  const vf low = __builtin_convertvector(even, vf), high = __builtin_convertvector(odd, vf);
+  vi a, b;
+  std::memcpy(&a, &low, 16);
+  std::memcpy(&b, &high, 16);
+  return (a >> 16 & 0xffff) | (b & static_cast<int32_t>(0xffff0000u));
+}
+typedef int NibbleTable;  // what is added to every value
+static inline NibbleTable nibble_table(int offset) { return offset; }
+// Pair j of the four in a dword: nibble j of its low half and of its high half.
+static inline vi nibble_pairs(vi words, int j, NibbleTable offset) {
+  return pairs_of((words >> (4 * j) & 15) + offset, (words >> (16 + 4 * j) & 15) + offset);
+}
+static inline vi byte_pairs(const int8_t* p) {
+  typedef int8_t narrow_t __attribute__((vector_size(8)));
+  typedef int16_t wide_t __attribute__((vector_size(16)));
+  narrow_t bytes;
+  std::memcpy(&bytes, p, 8);
+  const wide_t wide = __builtin_convertvector(bytes, wide_t);
+  vi words;
+  std::memcpy(&words, &wide, 16);
+  return pairs_of(words << 16 >> 16, words >> 16);
+}
+
 // out[c][r] = rows[r][c] for kLanes rows and columns
 static inline void transpose(const float* const* rows, int column, float* out, int stride) {
   for (int c = 0; c < 4; ++c)
