@@ -51,9 +51,12 @@ def test_window(window: int, splits: int) -> None:
     assert case.error(triton(splits=splits), window=window) < EXACT
 
 
-@pytest.mark.parametrize("softcap", [0.5, 30.0])
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 100.0])
 def test_softcap(softcap: float) -> None:
-    assert paged_case([3, 40]).error(triton(), softcap=softcap, scale=4.0) < 5e-6
+    """Scores up to 100: the cap adds little to what their sums in float32 are off already, in whatever order they run."""
+    case = paged_case([3, 40])
+    bound = min(1.5 * case.error(triton(), scale=4.0), softcap * 2e-6)
+    assert case.error(triton(), softcap=softcap, scale=4.0) < bound
 
 
 @pytest.mark.parametrize("splits", [1, 2])

@@ -70,9 +70,20 @@ def weights_by_rows(p, v, acc, ROWS: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def softcapped(scores, softcap):
-    """softcap * tanh(scores / softcap), with tanh(x) = 1 - 2 / (e^(2x) + 1); past x = 32 it is 1 in float32 anyway."""
-    doubled = tl.exp2(tl.minimum(scores / softcap, 32.0) * (2.0 * LOG2_E))
-    return softcap * (1.0 - 2.0 / (doubled + 1.0))
+    """softcap * tanh(scores / softcap), to a unit in the last place or two.
+
+    tanh(x) = 1 - 2 / (e^(2x) + 1) loses small x to cancellation, and most scores are small beside the cap; there it is x
+    times a polynomial in x^2 (fitted to the relative error up to |x| = 0.625). Past x = 32 it is 1 in float32 anyway.
+    """
+    x = scores / softcap
+    square = x * x
+    p = -5.704978362e-3 * square + 2.063907873e-2
+    p = p * square - 5.373971215e-2
+    p = p * square + 1.333144216e-1
+    p = p * square - 3.333328194e-1
+    small = x + x * square * p
+    large = 1.0 - 2.0 / (tl.exp2(tl.minimum(x, 32.0) * (2.0 * LOG2_E)) + 1.0)
+    return softcap * tl.where(square < 0.390625, small, large)
 
 
 @triton.jit
