@@ -53,7 +53,7 @@ def test_window(window: int, splits: int) -> None:
 
 @pytest.mark.parametrize("softcap", [0.5, 30.0, 100.0])
 def test_softcap(softcap: float) -> None:
-    """Scores up to 100: the cap adds little to what their sums in float32 are off already, in whatever order they run."""
+    """Scores up to 100: the cap adds little to what float32 sums of them are off already, in whatever order."""
     case = paged_case([3, 40])
     bound = min(1.5 * case.error(triton(), scale=4.0), softcap * 2e-6)
     assert case.error(triton(), softcap=softcap, scale=4.0) < bound

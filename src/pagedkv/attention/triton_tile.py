@@ -72,8 +72,8 @@ def weights_by_rows(p, v, acc, ROWS: tl.constexpr, PRECISION: tl.constexpr):
 def softcapped(scores, softcap):
     """softcap * tanh(scores / softcap), to a unit in the last place or two.
 
-    tanh(x) = 1 - 2 / (e^(2x) + 1) loses small x to cancellation, and most scores are small beside the cap; there it is x
-    times a polynomial in x^2 (fitted to the relative error up to |x| = 0.625). Past x = 32 it is 1 in float32 anyway.
+    tanh(x) = 1 - 2 / (e^(2x) + 1) loses small x to cancellation, and most scores are small beside the cap; there it is
+    x times a polynomial in x^2 (fitted to the relative error up to |x| = 0.625). Past x = 32 it is 1 in float32 anyway.
     """
     x = scores / softcap
     square = x * x
