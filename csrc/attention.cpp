@@ -19,7 +19,7 @@ extern const AttentionKernels attention_neon;
 
 namespace {
 
-constexpr int64_t kSerialCost = 64;     // below this many tile rows a parallel region costs more than it saves
+constexpr int64_t kSerialCost = 300;    // up to this cost of a plan a parallel region costs more than it saves
 constexpr int64_t kSerialTokens = 8;    // the same for writes
 
 // One thread's working memory, kept between calls.

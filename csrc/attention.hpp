@@ -106,7 +106,7 @@ class AttentionPlan {
   std::vector<WorkItem> items;            // longest first
   std::vector<int32_t> split_tokens;      // tokens whose pieces are merged in a second pass
   std::vector<int64_t> partial_base;      // [T] index of a split token's piece 0 among the partials
-  int64_t cost = 0;                       // of all items, in tile rows
+  int64_t cost = 0;                       // of all items: query rows times slots / 16
   int64_t num_partials = 0;               // partials are [num_partials][Hq][partial_stride()]
   mutable std::vector<float> partials;    // each: max, sum, padding to 16, then D values
   mutable int64_t cursor = 0;             // the next item that no thread has taken

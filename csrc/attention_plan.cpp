@@ -172,10 +172,14 @@ class Planner {
 
   static int32_t first_piece(const TokenTile& tile) { return tile.first_slot / kPiece; }
   static int32_t last_piece(const TokenTile& tile) { return pieces_up_to(tile.last_slot); }
-  int64_t cost_of_piece(const TokenTile& tile) const { return tile.num_tokens * plan_.group() + kTileCost; }
+
+  // Of the pieces [first, last) of one KV head.
+  int64_t cost_of(const TokenTile& tile, int32_t first, int32_t last) const {
+    const int32_t from = std::max(first * kPiece, tile.first_slot), to = std::min(last * kPiece, tile.last_slot);
+    return to <= from ? 0 : (tile.num_tokens * plan_.group() + kTileCost) * ((to - from + 15) / 16);
+  }
   int64_t cost_of_tile(const TokenTile& tile) const {
-    if (tile.last_slot <= tile.first_slot) return 0;
-    return (last_piece(tile) - first_piece(tile)) * cost_of_piece(tile) * view_.num_kv_heads;
+    return cost_of(tile, first_piece(tile), last_piece(tile)) * view_.num_kv_heads;
   }
 
   // Longest tiles first, in items that get smaller the less is left, so that the threads end together.
@@ -200,23 +204,25 @@ class Planner {
   void add_items_of(size_t index, int64_t cost) {
     const TokenTile& tile = plan_.tiles[index];
     const int32_t first = cost > 0 ? first_piece(tile) : 0, last = cost > 0 ? last_piece(tile) : 0;
-    const int64_t piece_cost = cost_of_piece(tile), pieces = std::max(last - first, 1);
+    const int64_t head_cost = cost / view_.num_kv_heads, piece_cost = cost_of(tile, first, first + 1);
     const int32_t most_heads = heads_of_item(tile, view_.num_kv_heads);
     const bool must_split = index < num_shared_ || is_split_[index];
-    const bool whole = !must_split && (last - first <= 1 || pieces * piece_cost * most_heads <= limit());
+    const bool whole = !must_split && (last - first <= 1 || head_cost * most_heads <= limit());
     if (!whole && !must_split)
       for (int32_t i = 0; i < tile.num_tokens; ++i) split(plan_.tile_tokens[tile.first + i], first, last);
-    for (int32_t piece = first, stop; piece < first + pieces; piece = stop) {
-      const int32_t heads = heads_of_item(tile, limit() / (whole ? piece_cost * pieces : piece_cost));
-      const int64_t wanted = whole ? pieces : std::max<int64_t>(limit() / (piece_cost * heads), 1);
-      stop = static_cast<int32_t>(std::min(piece + wanted, first + pieces));
+    int32_t piece = first;
+    do {  // at least once: the tokens of an empty tile get their zeros
+      const int32_t heads = cost == 0 ? most_heads : heads_of_item(tile, limit() / (whole ? head_cost : piece_cost));
+      const int64_t wanted = whole || cost == 0 ? last : std::max<int64_t>(limit() / (piece_cost * heads), 1);
+      const int32_t stop = static_cast<int32_t>(std::min<int64_t>(piece + wanted, last));
       for (int32_t head = 0; head < view_.num_kv_heads; head += heads) {
-        const int32_t last_head = std::min(head + heads, view_.num_kv_heads), end = std::min(stop, last);
-        const int64_t item_cost = (end - piece) * (last_head - head) * piece_cost;
-        costed_.push_back({item_cost, {static_cast<int32_t>(index), head, last_head, piece, end, whole}});
+        const int32_t last_head = std::min(head + heads, view_.num_kv_heads);
+        const int64_t item_cost = cost_of(tile, piece, stop) * (last_head - head);
+        costed_.push_back({item_cost, {static_cast<int32_t>(index), head, last_head, piece, stop, whole}});
         left_ -= item_cost;
       }
-    }
+      piece = stop;
+    } while (piece < last);
   }
 
   AttentionPlan& plan_;
