@@ -60,9 +60,10 @@ struct Bytes {
     for (int d = 0; d < D; d += 64)
       for (int s = seen.begin; s < seen.end; s += 16) {
         __m512 r[16];
+#pragma GCC unroll 16  // else the rows go over the stack
         for (int i = 0; i < 16; ++i) {
           r[i] = _mm512_castsi512_ps(_mm512_xor_si512(load_dims(rows[s + i] + d, D - d), sign));
-          if (i % 2) ahead.step();
+          if (i % 8 == 7) ahead.step();
         }
         transpose_registers(r);
         for (int i = 0; i < 16; ++i) store(to + (d / 4 + i) * kTile + s, r[i]);
