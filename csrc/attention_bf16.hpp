@@ -100,13 +100,11 @@ struct BFloats {
 
   template <class Source>
   static void transpose_all(const bfloat_t* const* rows, SlotRange seen, int D, float* to, Source& source) {
-    int d = 0;
-    for (; d + 32 <= D; d += 32)
-      for (int s = seen.begin; s < seen.end; s += 16)
-        transpose_keys<true>(rows + s, d, 32, to + d / 2 * kTile + s, source);
-    if (d < D)
-      for (int s = seen.begin; s < seen.end; s += 16)
-        transpose_keys<false>(rows + s, d, D - d, to + d / 2 * kTile + s, source);
+    for (int s = seen.begin; s < seen.end; s += 16) {
+      int d = 0;
+      for (; d + 32 <= D; d += 32) transpose_keys<true>(rows + s, d, 32, to + d / 2 * kTile + s, source);
+      if (d < D) transpose_keys<false>(rows + s, d, D - d, to + d / 2 * kTile + s, source);
+    }
   }
   static void pack_keys(const bfloat_t* const* rows, SlotRange seen, int D, int, float* to, float*, Ahead& ahead) {
     transpose_all(rows, seen, D, to, ahead);
