@@ -2,11 +2,11 @@
 
 #include <omp.h>
 
-#include <cstdlib>
 #include <stdexcept>
 #include <string>
 
 #include "isa.hpp"
+#include "thread_scratch.hpp"
 
 namespace pagedkv {
 
@@ -22,23 +22,6 @@ namespace {
 constexpr int64_t kSerialCost = 300;    // up to this cost of a plan a parallel region costs more than it saves
 constexpr int64_t kSerialTokens = 8;    // the same for writes
 
-// One thread's working memory, kept between calls.
-class ThreadScratch {
- public:
-  ~ThreadScratch() { std::free(data_); }
-  void* get(int64_t bytes) {
-    if (bytes > size_) {
-      std::free(data_);
-      data_ = std::aligned_alloc(64, static_cast<size_t>(bytes));
-      size_ = bytes;
-    }
-    return data_;
-  }
-
- private:
-  void* data_ = nullptr;
-  int64_t size_ = 0;
-};
 thread_local ThreadScratch thread_scratch;
 
 int64_t take(const AttentionPlan& plan) {

@@ -106,6 +106,10 @@ static inline void store_bf16_first(uint16_t* p, const Lanes& x, int n) {
 static inline Pairs load_pairs(const uint16_t* p) {
   return each_pair([=](int i) { return load_words(p + 2 * i * kLanes); });
 }
+static inline void store_pairs(uint16_t* p, const Pairs& x) {
+#pragma GCC unroll 4
+  for (int i = 0; i < kVectors; ++i) store_words(p + 2 * i * kLanes, x.v[i]);
+}
 static inline Lanes dot(const Lanes& acc, const Pairs& w, uint32_t x) {
   return each([&](int i) { return dot(acc.v[i], w.v[i], x); });
 }

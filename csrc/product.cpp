@@ -1,12 +1,10 @@
 #include "product.hpp"
 
-#include <omp.h>
-
 #include <algorithm>
 #include <atomic>
-#include <vector>
 
 #include "isa.hpp"
+#include "thread_scratch.hpp"
 
 namespace pagedkv {
 
@@ -18,6 +16,7 @@ extern const ProductKernels product_neon;
 #endif
 
 namespace {
+thread_local ThreadScratch thread_scratch;
 constexpr int64_t kSerialWork = 1 << 18;  // multiplications that take about ten times as long as waking a thread
 }
 
@@ -35,10 +34,11 @@ const ProductKernels& product_kernels() {
 }
 
 size_t scratch_bytes(const Weight& weight) {
-  if (weight.kind != WeightKind::int4_offset) return 0;
+  if (weight.kind == WeightKind::f32 || weight.kind == WeightKind::bf16) return 0;
+  const int64_t panel = sums_at(weight);
   // blocks end at whole tiles, so one may be a tile longer than kRowBlock
-  const auto bytes = static_cast<size_t>((kRowBlock + kGroup) * (weight.depth / kGroup)) * sizeof(float);
-  return (bytes + 63) / 64 * 64;
+  const int64_t sums = weight.kind == WeightKind::int4_offset ? (kRowBlock + kGroup) * (weight.depth / kGroup) : 0;
+  return static_cast<size_t>((panel + sums) * int64_t{sizeof(float)} + 63) / 64 * 64;
 }
 
 int worthwhile_threads(int64_t multiplications, int threads) {
@@ -53,12 +53,11 @@ void multiply(const Product& product, int threads) {
   threads = worthwhile_threads(product.rows * product.weight.columns * product.weight.depth, threads);
   const ProductFn run = product_of(product.weight.kind);
   const int64_t items = product_items(product), step = product_step(product, threads);
-  const size_t each = scratch_bytes(product.weight) / sizeof(float);
-  std::vector<float> sums(each * static_cast<size_t>(threads));
+  const auto each = static_cast<int64_t>(scratch_bytes(product.weight));
   std::atomic<int64_t> next{0};
 #pragma omp parallel num_threads(threads)
   {
-    ProductScratch scratch{sums.data() + each * static_cast<size_t>(omp_get_thread_num())};
+    ProductScratch scratch{static_cast<float*>(thread_scratch.get(each))};
     for (int64_t first; (first = next.fetch_add(step, std::memory_order_relaxed)) < items;)
       run(product, first, std::min(first + step, items), scratch);
   }

@@ -76,12 +76,15 @@ inline int64_t product_items(const Product& product) { return product_blocks(pro
 // How many items a thread takes at a time, so that each takes some eight times.
 int64_t product_step(const Product& product, int threads);
 
-// What one thread needs beside a product: sums of x over each group of the rows of a block, for kinds with an offset.
+// What one thread needs beside a product with integers: a panel widened to bf16 and, for kinds with an offset, sums of x
+// over each group of the rows of a block.
 struct ProductScratch {
-  float* sums;         // scratch_bytes(weight), aligned to 64
+  float* data;         // scratch_bytes(weight), aligned to 64
   int64_t block = -1;  // the block whose sums are there; -1 before a product
 };
 size_t scratch_bytes(const Weight& weight);
+// Floats before the sums.
+inline int64_t sums_at(const Weight& weight) { return int64_t{weight.depth} * kPanel / 2; }
 
 // Does the items first .. last of a product. Nothing is checked here.
 using ProductFn = void (*)(const Product& product, int64_t first, int64_t last, ProductScratch& scratch);

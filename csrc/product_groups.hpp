@@ -1,8 +1,9 @@
 // Products with weights of four and eight bits (see product.hpp for their order in memory).
 //
-// The integers are widened to bf16 on their way from memory into registers, once per tile of rows: a permute does it
-// beside the dot products, so widening a panel into a buffer first was slower at every number of rows
-// (docs/log.md, Products). The scratch of a thread holds the sums of x over each group, for kinds with an offset.
+// The integers are widened to bf16 on their way from memory into registers, once per tile of rows; or, where that takes
+// several instructions a dot product and many tiles meet the panel, once into the scratch. (With AVX-512 four bits
+// take one permute, and the scratch was slower at every number of rows: docs/log.md, Products.) The scratch holds a
+// widened panel and, behind it, for kinds with an offset, the sums of x over each group of the rows of a block.
 #pragma once
 #include "product_kernel.hpp"
 
@@ -13,10 +14,13 @@ struct Groups {
   static constexpr int kRows = kGroupTileRows;
   static constexpr int kMaxPanels = 1;
   static constexpr bool kOffset = kind == WeightKind::int4_offset;
+  static constexpr int kLeast = kind == WeightKind::int4 ? -8 : 0;  // what four bits of zeros stand for
+  static constexpr bool kWidens = kind == WeightKind::int8 || kWidensNibbles;
 
   // Sums of x over each group, for rows top .. bottom.
-  static void begin(const Product& product, int64_t top, int64_t bottom, float* sums) {
+  static void begin(const Product& product, int64_t top, int64_t bottom, float* scratch) {
     if (!kOffset) return;
+    float* sums = scratch + sums_at(product.weight);
     for (int64_t row = top; row < bottom; ++row) {
       const uint16_t* x = static_cast<const uint16_t*>(product.x) + row * product.stride;
       for (int64_t k = 0; k < product.weight.depth; k += kGroup)
@@ -24,15 +28,37 @@ struct Groups {
     }
   }
 
+  // A panel into the scratch: [K/32][16 pairs][32 columns].
+  static void widen(const Weight& weight, int64_t panel, float* scratch) {
+    if constexpr (kWidens) {
+      const NibbleTable table = nibble_table(kLeast);
+      const uint8_t* group = weight.data + panel * weight.panel_bytes();
+      uint16_t* to = reinterpret_cast<uint16_t*>(scratch);
+      for (int64_t g = 0; g < weight.depth / kGroup; ++g, group += group_bytes(kind))
+        for (int j = 0; j < kGroup / 2; ++j)
+          for (int h = 0; h < 2; ++h, to += 32) store_pairs(to, pairs(group, j, h, table));
+    }
+  }
+
   template <int R, int P>
   static void tile(const Product& product, const Place& at) {
     static_assert(P == 1, "one panel at a time");
+    if constexpr (kWidens) {
+      if (at.tiles >= kWorthWidening) return run<R, true>(product, at);
+    }
+    run<R, false>(product, at);
+  }
+
+ private:
+  template <int R, bool kWide>
+  static void run(const Product& product, const Place& at) {
     const Weight& weight = product.weight;
-    const NibbleTable table = nibble_table(kind == WeightKind::int4 ? -8 : 0);
+    const NibbleTable table = nibble_table(kLeast);
     const int64_t groups = weight.depth / kGroup;
     const uint16_t* x = static_cast<const uint16_t*>(product.x) + at.row * product.stride;
-    const float* sums = at.sums + (at.row - at.top) * groups;
+    const float* sums = at.scratch + sums_at(weight) + (at.row - at.top) * groups;
     const uint8_t* group = weight.data + at.panel * weight.panel_bytes();
+    const uint16_t* wide = reinterpret_cast<const uint16_t*>(at.scratch);
     Lanes acc[R][2];
     for (auto& of_row : acc) of_row[0] = of_row[1] = zero();
     Fetch fetch = fetch_of(weight, at, group_bytes(kind));
@@ -45,7 +71,9 @@ struct Groups {
       for (auto& of_row : part) of_row[0] = of_row[1] = zero();
 #pragma GCC unroll 16
       for (int j = 0; j < kGroup / 2; ++j) {
-        const Pairs low = pairs(group, j, 0, table), high = pairs(group, j, 1, table);
+        const Pairs low = kWide ? load_pairs(wide) : pairs(group, j, 0, table);
+        const Pairs high = kWide ? load_pairs(wide + 32) : pairs(group, j, 1, table);
+        wide += 64;
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
           const uint32_t pair = Step<uint16_t>::value(x + r * product.stride + 2 * j);
@@ -69,7 +97,6 @@ struct Groups {
     finish(product, acc, 0, at.row, at.panel);
   }
 
- private:
   // Pair j of half h of a group.
   static Pairs pairs(const uint8_t* group, int j, int h, const NibbleTable& table) {
     if constexpr (kind == WeightKind::int8) return bytes(reinterpret_cast<const int8_t*>(group) + (h * 16 + j) * 32);

@@ -8,6 +8,7 @@
 
 namespace pagedkv::PAGEDKV_NS {
 
+constexpr int kWorthWidening = 6;       // tiles that meet a panel of integers
 constexpr int64_t kAheadBytes = 2048;  // of prefetch, for the memory-bound case: few rows
 
 // What a step of the sum needs: 4 bytes of x in each row (a pair of bf16, or one float32) and 64 bytes of a half panel.
@@ -205,7 +206,7 @@ template <int R, int C>
 // `tiles` that the panel meets.
 struct Place {
   int64_t row, top, panel, tile, tiles;
-  const float* sums;
+  const float* scratch;
 };
 
 // The only tile of its panel takes it from memory and fetches what comes soon. Else the panel is in the cache, and each
@@ -236,7 +237,9 @@ struct Dense {
     for (int p = 0; p < P; ++p) finish(product, acc, 2 * p, at.row, at.panel + p);
   }
 
+  static constexpr bool kWidens = false;
   static void begin(const Product&, int64_t, int64_t, float*) {}
+  static void widen(const Weight&, int64_t, float*) {}
 };
 
 // The tile of `rows` rows and `panels` panels, found at run time.
@@ -266,9 +269,10 @@ void multiply(const Product& product, int64_t first, int64_t last, ProductScratc
     const int64_t block = item / panels;
     const int64_t top = block_start<Kernel>(product, block), rows = block_start<Kernel>(product, block + 1) - top;
     const int64_t tiles = (rows + Kernel::kRows - 1) / Kernel::kRows;
-    if (block != scratch.block) Kernel::begin(product, top, top + rows, scratch.sums);
+    if (block != scratch.block) Kernel::begin(product, top, top + rows, scratch.data);
     scratch.block = block;
-    Place at{top, top, item % panels, 0, tiles, scratch.sums};
+    Place at{top, top, item % panels, 0, tiles, scratch.data};
+    if (Kernel::kWidens && tiles >= kWorthWidening) Kernel::widen(product.weight, at.panel, scratch.data);
     const int wide = tiles == 1 && at.panel + 1 < panels && item + 1 < last ? 2 : 1;
     for (; at.tile < tiles; ++at.tile) {
       at.row = top + rows * at.tile / tiles;

@@ -11,6 +11,7 @@ constexpr int kBlockRows = 6;  // rows x vectors of a product that stay in regis
 constexpr int kBlockVectors = 2;
 constexpr int kTileRows = 3;       // of a panel of four vectors: 12 accumulators of the 16 registers
 constexpr int kGroupTileRows = 2;  // beside them a second set of accumulators, for the group
+constexpr bool kWidensNibbles = true;
 typedef __m256 vf;
 typedef __m256i vi;
 
@@ -91,6 +92,7 @@ static inline void store_rounded(bfloat_t* p, vf x) { store_as(p, x); }
 
 // Pairs of bf16 in a dword: the even one in its low half.
 static inline vi load_words(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
+static inline void store_words(void* p, vi x) { _mm256_storeu_si256((__m256i*)p, x); }
 // acc + w.even * x.even + w.odd * x.odd
 static inline vf dot(vf acc, vi w, uint32_t x) {
   const vi upper = _mm256_set1_epi32(static_cast<int>(0xffff0000u));

@@ -11,6 +11,7 @@ constexpr int kBlockRows = 6;  // rows x vectors of a product that stay in regis
 constexpr int kBlockVectors = 4;
 constexpr int kTileRows = 12;      // of a panel of two vectors: 24 accumulators of the 32 registers
 constexpr int kGroupTileRows = 8;  // beside them a second set of accumulators, for the group
+constexpr bool kWidensNibbles = false;  // a permute is cheaper than a load
 typedef __m512 vf;
 typedef __m512i vi;
 
@@ -103,6 +104,7 @@ static inline void store_rounded(bfloat_t* p, vf x) {
 
 // Pairs of bf16 in a dword: the even one in its low half.
 static inline vi load_words(const void* p) { return _mm512_loadu_si512(p); }
+static inline void store_words(void* p, vi x) { _mm512_storeu_si512(p, x); }
 // acc + w.even * x.even + w.odd * x.odd
 static inline vf dot(vf acc, vi w, uint32_t x) {
 #ifdef __AVX512BF16__

@@ -9,6 +9,7 @@ constexpr int kBlockRows = 4;     // rows x vectors of a product that stay in re
 constexpr int kBlockVectors = 2;
 constexpr int kTileRows = 2;
 constexpr int kGroupTileRows = 1;  // beside them a second set of accumulators, for the group
+constexpr bool kWidensNibbles = true;
 typedef float vf __attribute__((vector_size(16)));
 typedef int32_t vi __attribute__((vector_size(16)));
 
@@ -79,6 +80,7 @@ static inline vi load_words(const void* p) {
   std::memcpy(&x, p, 16);
   return x;
 }
+static inline void store_words(void* p, vi x) { std::memcpy(p, &x, 16); }
 static inline vf floats_of(vi bits) {
   vf x;
   std::memcpy(&x, &bits, 16);

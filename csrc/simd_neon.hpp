@@ -11,6 +11,7 @@ constexpr int kBlockRows = 6;  // rows x vectors of a product that stay in regis
 constexpr int kBlockVectors = 4;
 constexpr int kTileRows = 2;       // of a panel of eight vectors: 16 accumulators of the 32 registers
 constexpr int kGroupTileRows = 1;  // beside them a second set of accumulators, for the group
+constexpr bool kWidensNibbles = true;
 typedef float32x4_t vf;
 typedef uint32x4_t vi;
 
@@ -90,6 +91,7 @@ static inline void store_rounded(bfloat_t* p, vf x) { store_as(p, x); }
 
 // Pairs of bf16 in a dword: the even one in its low half.
 static inline vi load_words(const void* p) { return vld1q_u32(static_cast<const uint32_t*>(p)); }
+static inline void store_words(void* p, vi x) { vst1q_u32(static_cast<uint32_t*>(p), x); }
 // acc + w.even * x.even + w.odd * x.odd
 static inline vf dot(vf acc, vi w, uint32_t x) {
   acc = fma(vreinterpretq_f32_u32(vshlq_n_u32(w, 16)), splat(from_bits(x << 16)), acc);

@@ -53,7 +53,7 @@ std::shared_ptr<PackedWeight> make(WeightKind kind, int64_t columns, int64_t dep
 
 int check_product(WeightKind kind, int32_t columns, int32_t depth) {
   const auto packed = make(kind, columns, depth);
-  constexpr int kRows = 29;
+  constexpr int kRows = 61;
   const Vector x = random_vector(int64_t{kRows} * depth);
   std::vector<bfloat_t> narrowed(x.size());
   for (size_t i = 0; i < x.size(); ++i) narrow(x[i], narrowed[i]);
@@ -82,7 +82,7 @@ int check_product(WeightKind kind, int32_t columns, int32_t depth) {
       failures += !(std::fabs(y - sum) <= 1e-6 * (size + 1));
     }
   }
-  for (int rows : {1, 2, 5, 12, 13, 28}) {
+  for (int rows : {1, 2, 5, 12, 13, 28, 60}) {
     const Vector part = run(rows, 1 + rows % 2);
     failures += std::memcmp(part.data(), whole.data(), part.size() * sizeof(float)) != 0;
   }

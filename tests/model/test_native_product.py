@@ -58,7 +58,7 @@ SIZES = [(kind, *size) for kind in KINDS for size in WHOLE_GROUPS + ([] if kind 
 
 @pytest.mark.parametrize(("kind", "columns", "depth"), SIZES)
 def test_equals_the_float64_product(kind: str, columns: int, depth: int) -> None:
-    for rows in (1, 2, 7, 13, 29):
+    for rows in (1, 2, 7, 13, 29, 60):
         weight, numbers, x = make(kind, columns, depth, rows)
         packed = PackedMatrix([weight], kind=kind)
         exact = x.double() @ numbers.T
@@ -81,12 +81,15 @@ def test_a_row_has_the_same_bits_in_every_batch_at_every_place_and_thread_count(
         torch.set_num_threads(threads)
 
 
-def test_a_row_has_the_same_bits_beyond_one_block_of_rows() -> None:
-    weight, _, x = make("int4_offset", 40, 64, 300)
-    packed = PackedMatrix([weight], kind="int4_offset")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_has_the_same_bits_beyond_one_block_of_rows(kind: str) -> None:
+    """Alone it meets the integers themselves, among many a panel of them that was widened to bf16 first."""
+    weight, _, x = make(kind, 40, 64, 300)
+    packed = PackedMatrix([weight], kind=kind)
     whole = packed.multiply(x, torch.empty((300, 40)))
     for row in (0, 99, 143, 144, 150, 299):
         assert torch.equal(packed.multiply(x[row : row + 1], torch.empty((1, 40))), whole[row : row + 1])
+    assert torch.equal(packed.multiply(x[100:160], torch.empty((60, 40))), whole[100:160])
 
 
 @pytest.mark.parametrize("kind", KINDS)
