@@ -50,6 +50,7 @@ bench: setup
 	$(BIN)/python bench/engine_step.py
 	$(BIN)/python bench/sampler.py
 	$(BIN)/python bench/product.py --rounds 3
+	$(BIN)/pagedkv bench attention
 
 docs: setup
 	$(BIN)/pagedkv plot utilisation --out docs/images
