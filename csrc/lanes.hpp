@@ -122,4 +122,30 @@ static inline Pairs bytes(const int8_t* p) {
   return each_pair([=](int i) { return byte_pairs(p + 2 * i * kLanes); });
 }
 
+// The same as floats, for where a dot product of bf16 would only take them apart again. The bits are the same.
+struct FloatPairs {
+  Lanes even, odd;
+};
+template <typename F>
+static inline FloatPairs each_floats(F f) {
+  FloatPairs out;
+#pragma GCC unroll 4
+  for (int i = 0; i < kVectors; ++i) {
+    const FloatPair pair = f(i);
+    out.even.v[i] = pair.even;
+    out.odd.v[i] = pair.odd;
+  }
+  return out;
+}
+static inline FloatPairs nibbles_as_floats(const uint8_t* p, int j) {
+  return each_floats([=](int i) { return nibble_floats(load_words(p + 4 * i * kLanes), j); });
+}
+static inline FloatPairs bytes_as_floats(const int8_t* p) {
+  return each_floats([=](int i) { return byte_floats(p + 2 * i * kLanes); });
+}
+static inline Lanes dot(const Lanes& acc, const FloatPairs& w, uint32_t x) {
+  const Lanes even = broadcast(from_bits(x << 16)), odd = broadcast(from_bits(x & 0xffff0000u));
+  return fma(w.odd, odd, fma(w.even, even, acc));
+}
+
 }  // namespace pagedkv::PAGEDKV_NS

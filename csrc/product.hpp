@@ -76,8 +76,8 @@ inline int64_t product_items(const Product& product) { return product_blocks(pro
 // How many items a thread takes at a time, so that each takes some eight times.
 int64_t product_step(const Product& product, int threads);
 
-// What one thread needs beside a product with integers: a panel widened to bf16 and, for kinds with an offset, sums of x
-// over each group of the rows of a block.
+// What one thread needs beside a product with integers: a panel widened to bf16 and, for kinds with an offset, sums of
+// x over each group of the rows of a block.
 struct ProductScratch {
   float* data;         // scratch_bytes(weight), aligned to 64
   int64_t block = -1;  // the block whose sums are there; -1 before a product

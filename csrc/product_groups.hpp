@@ -1,9 +1,10 @@
 // Products with weights of four and eight bits (see product.hpp for their order in memory).
 //
-// The integers are widened to bf16 on their way from memory into registers, once per tile of rows; or, where that takes
-// several instructions a dot product and many tiles meet the panel, once into the scratch. (With AVX-512 four bits
-// take one permute, and the scratch was slower at every number of rows: docs/log.md, Products.) The scratch holds a
-// widened panel and, behind it, for kinds with an offset, the sums of x over each group of the rows of a block.
+// The integers become what the dot product takes on their way from memory into registers, once per tile of rows: bf16,
+// or floats where there is no dot product of bf16. Where that takes several instructions a dot product and many tiles
+// meet the panel, it is widened once, into the scratch. (With AVX-512 four bits take one permute, and the scratch was
+// slower at every number of rows: docs/log.md, Products.) The scratch holds a widened panel and, behind it, for kinds
+// with an offset, the sums of x over each group of the rows of a block.
 #pragma once
 #include "product_kernel.hpp"
 
@@ -15,7 +16,7 @@ struct Groups {
   static constexpr int kMaxPanels = 1;
   static constexpr bool kOffset = kind == WeightKind::int4_offset;
   static constexpr int kLeast = kind == WeightKind::int4 ? -8 : 0;  // what four bits of zeros stand for
-  static constexpr bool kWidens = kind == WeightKind::int8 || kWidensNibbles;
+  static constexpr bool kWidens = kind == WeightKind::int8 || kFloatPairs;
 
   // Sums of x over each group, for rows top .. bottom.
   static void begin(const Product& product, int64_t top, int64_t bottom, float* scratch) {
@@ -71,8 +72,8 @@ struct Groups {
       for (auto& of_row : part) of_row[0] = of_row[1] = zero();
 #pragma GCC unroll 16
       for (int j = 0; j < kGroup / 2; ++j) {
-        const Pairs low = kWide ? load_pairs(wide) : pairs(group, j, 0, table);
-        const Pairs high = kWide ? load_pairs(wide + 32) : pairs(group, j, 1, table);
+        const auto low = weights_of<kWide>(wide, group, j, 0, table);
+        const auto high = weights_of<kWide>(wide, group, j, 1, table);
         wide += 64;
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
@@ -97,7 +98,23 @@ struct Groups {
     finish(product, acc, 0, at.row, at.panel);
   }
 
-  // Pair j of half h of a group.
+  // Pair j of half h of a group, as a dot product takes it.
+  template <bool kWide>
+  static auto weights_of(const uint16_t* wide, const uint8_t* group, int j, int h, const NibbleTable& table) {
+    if constexpr (kWide) return load_pairs(wide + 32 * h);
+    else if constexpr (kFloatPairs) return floats(group, j, h);
+    else return pairs(group, j, h, table);
+  }
+  static FloatPairs floats(const uint8_t* group, int j, int h) {
+    if constexpr (kind == WeightKind::int8)
+      return bytes_as_floats(reinterpret_cast<const int8_t*>(group) + (h * 16 + j) * 32);
+    FloatPairs values = nibbles_as_floats(group + h * 256 + j / 4 * 64, j % 4);
+    if constexpr (kLeast != 0) {
+      values.even = add(values.even, broadcast(kLeast));
+      values.odd = add(values.odd, broadcast(kLeast));
+    }
+    return values;
+  }
   static Pairs pairs(const uint8_t* group, int j, int h, const NibbleTable& table) {
     if constexpr (kind == WeightKind::int8) return bytes(reinterpret_cast<const int8_t*>(group) + (h * 16 + j) * 32);
     return nibbles(group + h * 256 + j / 4 * 64, j % 4, table);

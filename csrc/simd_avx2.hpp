@@ -11,9 +11,12 @@ constexpr int kBlockRows = 6;  // rows x vectors of a product that stay in regis
 constexpr int kBlockVectors = 2;
 constexpr int kTileRows = 3;       // of a panel of four vectors: 12 accumulators of the 16 registers
 constexpr int kGroupTileRows = 2;  // beside them a second set of accumulators, for the group
-constexpr bool kWidensNibbles = true;
+constexpr bool kFloatPairs = true;  // few rows multiply integers as floats, not as bf16
 typedef __m256 vf;
 typedef __m256i vi;
+struct FloatPair {
+  vf even, odd;
+};
 
 static inline vf load(const float* p) { return _mm256_loadu_ps(p); }
 static inline void store(float* p, vf x) { _mm256_storeu_ps(p, x); }
@@ -124,6 +127,18 @@ static inline vi byte_pairs(const int8_t* p) {
   const vf odd = _mm256_cvtepi32_ps(_mm256_srai_epi32(words, 16));
   // at most eight significant bits: the upper half of the float is the whole number
   return _mm256_blend_epi16(_mm256_srli_epi32(_mm256_castps_si256(even), 16), _mm256_castps_si256(odd), 0xaa);
+}
+
+// The same pairs as floats, for dot products of those.
+static inline FloatPair nibble_floats(vi words, int j) {
+  const __m256i mask = _mm256_set1_epi32(15);
+  return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(words, 4 * j), mask)),
+          _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(words, 16 + 4 * j), mask))};
+}
+static inline FloatPair byte_floats(const int8_t* p) {
+  const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+  return {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(words, 16), 16)),
+          _mm256_cvtepi32_ps(_mm256_srai_epi32(words, 16))};
 }
 
 // out[c][r] = rows[r][c] for kLanes rows and columns

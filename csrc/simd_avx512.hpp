@@ -11,9 +11,12 @@ constexpr int kBlockRows = 6;  // rows x vectors of a product that stay in regis
 constexpr int kBlockVectors = 4;
 constexpr int kTileRows = 12;      // of a panel of two vectors: 24 accumulators of the 32 registers
 constexpr int kGroupTileRows = 8;  // beside them a second set of accumulators, for the group
-constexpr bool kWidensNibbles = false;  // a permute is cheaper than a load
+constexpr bool kFloatPairs = false;  // one permute makes bf16 of four bits, and one instruction multiplies them
 typedef __m512 vf;
 typedef __m512i vi;
+struct FloatPair {
+  vf even, odd;
+};
 
 static inline vf load(const float* p) { return _mm512_loadu_ps(p); }
 static inline void store(float* p, vf x) { _mm512_storeu_ps(p, x); }
@@ -137,6 +140,18 @@ static inline vi byte_pairs(const int8_t* p) {
   return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(_mm512_castps_si512(even), 16),
                                  _mm512_castps_si512(odd));
 #endif
+}
+
+// The same pairs as floats, for dot products of those.
+static inline FloatPair nibble_floats(vi words, int j) {
+  const __m512i mask = _mm512_set1_epi32(15);
+  return {_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(words, 4 * static_cast<unsigned>(j)), mask)),
+          _mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(words, 16 + 4 * static_cast<unsigned>(j)), mask))};
+}
+static inline FloatPair byte_floats(const int8_t* p) {
+  const __m512i words = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+  return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 16), 16)),
+          _mm512_cvtepi32_ps(_mm512_srai_epi32(words, 16))};
 }
 
 // The same for sixteen vectors in registers.

@@ -9,9 +9,12 @@ constexpr int kBlockRows = 4;     // rows x vectors of a product that stay in re
 constexpr int kBlockVectors = 2;
 constexpr int kTileRows = 2;
 constexpr int kGroupTileRows = 1;  // beside them a second set of accumulators, for the group
-constexpr bool kWidensNibbles = true;
+constexpr bool kFloatPairs = true;  // few rows multiply integers as floats, not as bf16
 typedef float vf __attribute__((vector_size(16)));
 typedef int32_t vi __attribute__((vector_size(16)));
+struct FloatPair {
+  vf even, odd;
+};
 
 static inline vf load(const float* p) {
   vf x;
@@ -105,7 +108,7 @@ static inline NibbleTable nibble_table(int offset) { return offset; }
 static inline vi nibble_pairs(vi words, int j, NibbleTable offset) {
   return pairs_of((words >> (4 * j) & 15) + offset, (words >> (16 + 4 * j) & 15) + offset);
 }
-static inline vi byte_pairs(const int8_t* p) {
+static inline vi byte_words(const int8_t* p) {
   typedef int8_t narrow_t __attribute__((vector_size(8)));
   typedef int16_t wide_t __attribute__((vector_size(16)));
   narrow_t bytes;
@@ -113,7 +116,20 @@ static inline vi byte_pairs(const int8_t* p) {
   const wide_t wide = __builtin_convertvector(bytes, wide_t);
   vi words;
   std::memcpy(&words, &wide, 16);
+  return words;
+}
+static inline vi byte_pairs(const int8_t* p) {
+  const vi words = byte_words(p);
   return pairs_of(words << 16 >> 16, words >> 16);
+}
+
+// The same pairs as floats, for dot products of those.
+static inline FloatPair nibble_floats(vi words, int j) {
+  return {__builtin_convertvector(words >> (4 * j) & 15, vf), __builtin_convertvector(words >> (16 + 4 * j) & 15, vf)};
+}
+static inline FloatPair byte_floats(const int8_t* p) {
+  const vi words = byte_words(p);
+  return {__builtin_convertvector(words << 16 >> 16, vf), __builtin_convertvector(words >> 16, vf)};
 }
 
 // out[c][r] = rows[r][c] for kLanes rows and columns

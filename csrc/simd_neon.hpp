@@ -11,9 +11,12 @@ constexpr int kBlockRows = 6;  // rows x vectors of a product that stay in regis
 constexpr int kBlockVectors = 4;
 constexpr int kTileRows = 2;       // of a panel of eight vectors: 16 accumulators of the 32 registers
 constexpr int kGroupTileRows = 1;  // beside them a second set of accumulators, for the group
-constexpr bool kWidensNibbles = true;
+constexpr bool kFloatPairs = true;  // few rows multiply integers as floats, not as bf16
 typedef float32x4_t vf;
 typedef uint32x4_t vi;
+struct FloatPair {
+  vf even, odd;
+};
 
 static inline vf load(const float* p) { return vld1q_f32(p); }
 static inline void store(float* p, vf x) { vst1q_f32(p, x); }
@@ -113,6 +116,16 @@ static inline vi nibble_pairs(vi words, int j, const NibbleTable& offset) {
 static inline vi byte_pairs(const int8_t* p) {
   const int32x4_t words = vreinterpretq_s32_s16(vmovl_s8(vld1_s8(p)));
   return pairs_of(vshrq_n_s32(vshlq_n_s32(words, 16), 16), vshrq_n_s32(words, 16));
+}
+
+// The same pairs as floats, for dot products of those.
+static inline FloatPair nibble_floats(vi words, int j) {
+  const uint32x4_t shifted = vshlq_u32(words, vdupq_n_s32(-4 * j)), mask = vdupq_n_u32(15);
+  return {vcvtq_f32_u32(vandq_u32(shifted, mask)), vcvtq_f32_u32(vandq_u32(vshrq_n_u32(shifted, 16), mask))};
+}
+static inline FloatPair byte_floats(const int8_t* p) {
+  const int32x4_t words = vreinterpretq_s32_s16(vmovl_s8(vld1_s8(p)));
+  return {vcvtq_f32_s32(vshrq_n_s32(vshlq_n_s32(words, 16), 16)), vcvtq_f32_s32(vshrq_n_s32(words, 16))};
 }
 
 // out[c][r] = rows[r][c] for kLanes rows and columns
