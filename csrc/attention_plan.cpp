@@ -11,9 +11,9 @@ namespace pagedkv {
 namespace {
 
 constexpr int32_t kSplitRows = 16;      // sequences with at most this many query rows a head take part in sharing
-constexpr int64_t kSharesLeft = 2;      // an item takes at most the so manieth part of what is left for its thread,
-constexpr int64_t kItemsPerThread = 64;  // and is not divided further when it is so small a part of the whole
-constexpr int64_t kTilesPerThread = 6;  // at least, where tiles of half the rows make so many
+constexpr int64_t kSharesLeft = 2;       // an item is at most 1 / kSharesLeft of what is left for its thread,
+constexpr int64_t kItemsPerThread = 64;  // but need not be less than 1 / kItemsPerThread of all that a thread does
+constexpr int64_t kTilesPerThread = 6;   // at least, where tiles of half the rows make so many
 constexpr int64_t kTileCost = 14;       // reading and packing a tile costs about as much as this many query rows
 
 int32_t pieces_up_to(int32_t position) { return (position + kPiece - 1) / kPiece; }

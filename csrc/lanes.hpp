@@ -14,16 +14,9 @@ struct Pairs {  // sixteen pairs of bf16: lane n holds a column's values at k an
   vi v[kVectors];
 };
 
-template <typename F>
-static inline Lanes each(F f) {
-  Lanes out;
-#pragma GCC unroll 4
-  for (int i = 0; i < kVectors; ++i) out.v[i] = f(i);
-  return out;
-}
-template <typename F>
-static inline Pairs each_pair(F f) {
-  Pairs out;
+template <typename T = Lanes, typename F>
+static inline T each(F f) {
+  T out;
 #pragma GCC unroll 4
   for (int i = 0; i < kVectors; ++i) out.v[i] = f(i);
   return out;
@@ -104,7 +97,7 @@ static inline void store_bf16_first(uint16_t* p, const Lanes& x, int n) {
 }
 
 static inline Pairs load_pairs(const uint16_t* p) {
-  return each_pair([=](int i) { return load_words(p + 2 * i * kLanes); });
+  return each<Pairs>([=](int i) { return load_words(p + 2 * i * kLanes); });
 }
 static inline void store_pairs(uint16_t* p, const Pairs& x) {
 #pragma GCC unroll 4
@@ -115,11 +108,11 @@ static inline Lanes dot(const Lanes& acc, const Pairs& w, uint32_t x) {
 }
 // Pair j of 0..3 from 64 bytes: sixteen columns of eight k each.
 static inline Pairs nibbles(const uint8_t* p, int j, const NibbleTable& table) {
-  return each_pair([&](int i) { return nibble_pairs(load_words(p + 4 * i * kLanes), j, table); });
+  return each<Pairs>([&](int i) { return nibble_pairs(load_words(p + 4 * i * kLanes), j, table); });
 }
 // Sixteen pairs of int8.
 static inline Pairs bytes(const int8_t* p) {
-  return each_pair([=](int i) { return byte_pairs(p + 2 * i * kLanes); });
+  return each<Pairs>([=](int i) { return byte_pairs(p + 2 * i * kLanes); });
 }
 
 // The same as floats, for where a dot product of bf16 would only take them apart again. The bits are the same.
